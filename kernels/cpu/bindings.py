@@ -1,6 +1,6 @@
 """Calls the CPU library: the functions of `kernels.reference`, for tensors in host memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import Structure
 from dataclasses import dataclass, replace
 
@@ -10,62 +10,48 @@ from numpy.typing import NDArray
 
 from kernels import reference
 from kernels.cpu.library import (
-    BF12_EXCEPTION_BYTES,
-    BF12_GROUP,
-    BF12_GROUP_BYTES,
-    BF12_HEAD_BYTES,
     DTYPES,
-    PANEL,
     SLOT_BYTES,
     STORED_BF12,
     STORED_CODED,
-    STORED_INT8,
     STORED_PLAIN,
-    WORDS_OF_BLOCK,
     AllGatherArgs,
     AllReduceArgs,
     AttentionArgs,
     CacheSlots,
-    CompressArgs,
     DrawArgs,
     Heads,
     LookUpArgs,
     NormArgs,
     Operation,
     Operations,
-    PackArgs,
     ProductArgs,
-    QuantizeArgs,
     RotaryArgs,
     SharedGroup,
     ShrinkArgs,
     SiluArgs,
-    coded_panel_bytes,
 )
-from kernels.cpu.library import Grouping as GroupingArgs
 from kernels.cpu.low_rank import TokenAddends
+from kernels.cpu.packing import (
+    Empty,
+    WeightPacker,
+    address,
+    as_lines,
+    contiguous,
+    dense,
+    empty,
+    grouping_args,
+    quantize,
+    stored_as,
+)
 from kernels.draw_rules import DrawRules
-from kernels.host_memory import SharedPages, lazy_zeros
-from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, Grouping, PackedWeight, Quantization
+from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
 # The enum Activation of api.h.
 _ACTIVATIONS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _GATES = {name: number for number, name in enumerate(GATES, start=len(ACTIVATIONS))}
 _CODINGS = {number: coding for coding, number in STORED_CODED.items()}
-# Instruction sets on which 12-bit weights are not faster with few tokens.
-_ISAS_WITHOUT_BF12 = ("avx2",)
-# A weight stays in 16 bits if more than one in this many numbers is an exception. In normally distributed weights about
-# one in 10,000 is.
-_NUMBERS_PER_EXCEPTION = 256
-
-Empty = Callable[[Sequence[int], torch.dtype], torch.Tensor]
-"""Makes a contiguous tensor of this shape with any content."""
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An `Empty` in torch's memory."""
-    return torch.empty(shape, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +116,7 @@ class CpuKernels:
     def __init__(self, library: Operations, make_empty: Empty = empty) -> None:
         self._library = library
         self._empty = make_empty
-        self._pages = SharedPages()  # of packed weights
+        self._packer = WeightPacker(library, make_empty)
 
     @property
     def isa(self) -> str:
@@ -149,9 +135,9 @@ class CpuKernels:
         max_query_len: int,
         max_seq_len: int,
     ) -> torch.Tensor:
-        query, block_tables = _dense(query), _dense(block_tables)
+        query, block_tables = dense(query), dense(block_tables)
         query_start_loc, seq_lens = query_start_loc.contiguous(), seq_lens.contiguous()
-        alibi_slopes, sinks = _contiguous(scores.alibi_slopes), _contiguous(scores.sinks)
+        alibi_slopes, sinks = contiguous(scores.alibi_slopes), contiguous(scores.sinks)
         num_tokens, num_heads, head_dim = query.shape
         _, num_blocks, num_kv_heads, block_size, _ = kv_cache.shape
         token_stride, head_stride, _ = query.stride()
@@ -163,8 +149,8 @@ class CpuKernels:
             block_tables=block_tables.data_ptr(),
             query_start_loc=query_start_loc.data_ptr(),
             seq_lens=seq_lens.data_ptr(),
-            alibi_slopes=_address(alibi_slopes),
-            sinks=_address(sinks),
+            alibi_slopes=address(alibi_slopes),
+            sinks=address(sinks),
             dtype=DTYPES[query.dtype],
             threads=torch.get_num_threads(),
             num_tokens=num_tokens,
@@ -230,16 +216,16 @@ class CpuKernels:
         offset: float = 0.0,
     ) -> torch.Tensor:
         output = self._empty(x.shape, x.dtype)
-        lines = x if x.dim() == 3 and x.stride(-1) == 1 else _as_lines(x).unsqueeze(1)
+        lines = x if x.dim() == 3 and x.stride(-1) == 1 else as_lines(x).unsqueeze(1)
         num_groups, group_size, hidden = lines.shape
         group_stride, line_stride, _ = lines.stride()
-        weight, bias = _contiguous(weight), _contiguous(bias)
+        weight, bias = contiguous(weight), contiguous(bias)
         arguments = NormArgs(
             output=output.data_ptr(),
             x=lines.data_ptr(),
-            residual=_address(residual),
-            weight=_address(weight),
-            bias=_address(bias),
+            residual=address(residual),
+            weight=address(weight),
+            bias=address(bias),
             dtype=DTYPES[x.dtype],
             threads=torch.get_num_threads(),
             rows=num_groups * group_size,
@@ -258,7 +244,7 @@ class CpuKernels:
         if not _same_dtype(x):
             return reference.silu_and_mul(x)
         *leading, doubled = x.shape
-        output, lines = self._empty((*leading, doubled // 2), x.dtype), _as_lines(x)
+        output, lines = self._empty((*leading, doubled // 2), x.dtype), as_lines(x)
         arguments = SiluArgs(
             output=output.data_ptr(),
             x=lines.data_ptr(),
@@ -277,7 +263,7 @@ class CpuKernels:
         if not _same_dtype(query, key):
             return reference.rotary(query, key, positions, cos_sin_cache)
         outputs = self._empty(query.shape, query.dtype), self._empty(key.shape, key.dtype)
-        query, key = _dense(query), _dense(key)
+        query, key = dense(query), dense(key)
         heads = {"query": _heads(query, outputs[0]), "key": _heads(key, outputs[1])}
         self._rotary(heads, CacheSlots(), positions, cos_sin_cache, key)
         return outputs
@@ -292,7 +278,7 @@ class CpuKernels:
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
-        query, key, value, slot_mapping = _dense(query), _dense(key), _dense(value), slot_mapping.contiguous()
+        query, key, value, slot_mapping = dense(query), dense(key), dense(value), slot_mapping.contiguous()
         # Keys are rotated in place before they are rounded to int8.
         rotated = key if kv_cache.dtype == torch.int8 else None
         heads = {"query": _heads(query, query), "key": _heads(key, rotated), "value": _heads(value, None)}
@@ -302,7 +288,7 @@ class CpuKernels:
     def reshape_and_cache(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        key, value, slot_mapping = _dense(key), _dense(value), slot_mapping.contiguous()
+        key, value, slot_mapping = dense(key), dense(value), slot_mapping.contiguous()
         heads = {"key": _heads(key, None), "value": _heads(value, None)}
         self._rotary(heads, _cache_slots(kv_cache, slot_mapping), None, None, key)
 
@@ -314,12 +300,12 @@ class CpuKernels:
         cos_sin_cache: torch.Tensor | None,
         key: torch.Tensor,
     ) -> None:
-        positions, cos_sin_cache = _contiguous(positions), _contiguous(cos_sin_cache)
+        positions, cos_sin_cache = contiguous(positions), contiguous(cos_sin_cache)
         arguments = RotaryArgs(
             **heads,
             cache=cache,
-            positions=_address(positions),
-            cos_sin=_address(cos_sin_cache),
+            positions=address(positions),
+            cos_sin=address(cos_sin_cache),
             max_position=0 if cos_sin_cache is None else cos_sin_cache.shape[0],
             dtype=DTYPES[key.dtype],
             threads=torch.get_num_threads(),
@@ -334,79 +320,15 @@ class CpuKernels:
         return dtype in DTYPES and (dtype != torch.float16 or quantization is Quantization.INT8_DYNAMIC)
 
     def pack_weight(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
-        dtype, numbers, scales = weight.dtype, _dense(weight), None
-        if quantization is not Quantization.NONE:
-            numbers, scales = self._quantize(numbers, weight.shape[1])
-        return self._pack(numbers, scales, dtype, gated, quantization)
-
-    def _pack(
-        self,
-        numbers: torch.Tensor,
-        scales: torch.Tensor | None,
-        dtype: torch.dtype,
-        gated: bool,
-        quantization: Quantization,
-    ) -> PackedWeight:
-        """A weight of this dtype, or the int8 values [out, in] that stand for it, with their scales [out]."""
-        out_features, in_features = numbers.shape
-        elements_of_word = _elements_of_word(dtype, quantization)
-        block = elements_of_word * WORDS_OF_BLOCK
-        panels = _num_panels(out_features, gated)
-        padded_in = -(-in_features // block) * block
-        is_final = scales is not None or dtype != torch.bfloat16 or self._library.isa in _ISAS_WITHOUT_BF12
-        data = (self._pages.empty if is_final else lazy_zeros)((panels, padded_in, PANEL), numbers.dtype)
-        arguments = PackArgs(
-            packed=data.data_ptr(),
-            weight=numbers.data_ptr(),
-            threads=torch.get_num_threads(),
-            out_features=out_features,
-            in_bytes=in_features * numbers.element_size(),
-            row_bytes=numbers.stride(0) * numbers.element_size(),
-            gated=gated,
-            word_bytes=elements_of_word * numbers.element_size(),
-        )
-        self._library.call(Operation.PACK_WEIGHT, arguments)
-        packed = PackedWeight(data, scales, dtype, out_features, in_features, padded_in, gated, quantization)
-        compressed = None if is_final else self._compress(data)
-        return packed if compressed is None else replace(packed, data=compressed, is_bf12=True)
+        return self._packer.pack(weight, gated, quantization)
 
     def pack_coded(
         self, weight: CodedWeight, gated: bool, quantization: Quantization, dtype: torch.dtype = torch.bfloat16
     ) -> PackedWeight:
-        if quantization is Quantization.INT8_DYNAMIC and (int8 := _int8_by_output(weight)) is not None:
-            return self._pack(*int8, torch.bfloat16, gated, quantization)
-        (out_features, row_bytes), in_features = weight.rows.shape, weight.in_features
-        rows, panels, padded_in = (
-            _dense(weight.rows),
-            _num_panels(out_features, gated),
-            -(-in_features // PANEL) * PANEL,
-        )
-        scales = zeros = grouping = None
-        if weight.scales is not None:
-            scales, zeros = weight.scales.values.contiguous(), _contiguous(weight.scales.zeros)
-            grouping = Grouping(-(-weight.scales.inputs // PANEL), scales.dtype, zeros is not None)
-        panel_bytes = coded_panel_bytes(weight.coding, padded_in, _grouping_args(grouping))
-        data = self._pages.empty((panels, panel_bytes), torch.uint8)
-        arguments = PackArgs(
-            packed=data.data_ptr(),
-            weight=rows.data_ptr(),
-            threads=torch.get_num_threads(),
-            out_features=out_features,
-            in_bytes=row_bytes,
-            row_bytes=rows.stride(0),
-            gated=gated,
-            stored=STORED_CODED[weight.coding],
-            scales=_address(scales),
-            zeros=_address(zeros),
-            grouping=_grouping_args(grouping),
-        )
-        self._library.call(Operation.PACK_WEIGHT, arguments)
-        return PackedWeight(
-            data, None, dtype, out_features, in_features, padded_in, gated, quantization, weight.coding, grouping
-        )
+        return self._packer.pack_coded(weight, gated, quantization, dtype)
 
     def look_up(self, weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        rows, ids = _dense(weight.rows), ids.contiguous()
+        rows, ids = dense(weight.rows), ids.contiguous()
         output = self._empty((ids.shape[0], weight.in_features), dtype)
         arguments = LookUpArgs(
             output=output.data_ptr(),
@@ -422,30 +344,6 @@ class CpuKernels:
         self._library.call(Operation.LOOK_UP, arguments)
         return output
 
-    def _compress(self, packed: torch.Tensor) -> torch.Tensor | None:
-        """The same numbers in 12 bits; None if too many of them are exceptions."""
-        panels, numbers = packed.shape[0], packed[0].numel()
-        panel_bytes = BF12_HEAD_BYTES + numbers // BF12_GROUP * BF12_GROUP_BYTES
-        max_exceptions = packed.numel() // _NUMBERS_PER_EXCEPTION
-        bytes_of_panels = panels * panel_bytes
-        compressed = self._pages.empty((bytes_of_panels + max_exceptions * BF12_EXCEPTION_BYTES,), torch.uint8)
-        num_exceptions = torch.empty((), dtype=torch.int64)
-        arguments = CompressArgs(
-            compressed=compressed.data_ptr(),
-            packed=packed.data_ptr(),
-            num_exceptions=num_exceptions.data_ptr(),
-            threads=torch.get_num_threads(),
-            panels=panels,
-            numbers=numbers,
-            max_exceptions=max_exceptions,
-        )
-        self._library.call(Operation.COMPRESS_WEIGHT, arguments)
-        found = int(num_exceptions.item())
-        if found > max_exceptions:
-            self._pages.cut(compressed, 0)
-            return None
-        return self._pages.cut(compressed, bytes_of_panels + found * BF12_EXCEPTION_BYTES)
-
     def product(
         self,
         x: torch.Tensor,
@@ -459,7 +357,7 @@ class CpuKernels:
         shrunk = None if addends is None else self._shrink(x, addends)
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
         lines = output.view(-1, weight.width)
-        self._multiply(tokens, x_scales, weight, _contiguous(bias), activation, lines, shrunk)
+        self._multiply(tokens, x_scales, weight, contiguous(bias), activation, lines, shrunk)
         return output
 
     def products(
@@ -474,7 +372,7 @@ class CpuKernels:
         shrunk = None if addends is None else self._shrink(x, addends)
         width = sum(weight.width for weight in weights)
         output = self._empty((*x.shape[:-1], width), output_dtype)
-        start, bias, lines = 0, _contiguous(bias), output.view(-1, width)
+        start, bias, lines = 0, contiguous(bias), output.view(-1, width)
         for number, weight in enumerate(weights):
             columns = slice(start, start + weight.width)
             part_of_bias = None if bias is None else bias[columns]
@@ -485,16 +383,16 @@ class CpuKernels:
 
     def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x as lines of padded_in, and their scales if they are int8."""
-        tokens = _as_lines(x)
+        tokens = as_lines(x)
         if weight.quantization is Quantization.INT8_DYNAMIC:
-            return self._quantize(tokens, weight.padded_in)
+            return quantize(self._library, tokens, weight.padded_in, self._empty)
         if weight.padded_in != weight.in_features:
             tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
         return tokens, None
 
     def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> "_Shrunk":
         """The products of tokens x [..., in] with A."""
-        table, slots, tokens = addends.table, addends.slots.contiguous(), _as_lines(x)
+        table, slots, tokens = addends.table, addends.slots.contiguous(), as_lines(x)
         if table.padded_in != table.in_features:
             tokens = torch.nn.functional.pad(tokens, (0, table.padded_in - table.in_features))
         output = self._empty((tokens.shape[0], table.num_parts * table.max_rank), table.shrunk_dtype)
@@ -531,11 +429,11 @@ class CpuKernels:
             output=output.data_ptr(),
             x=tokens.data_ptr(),
             weight=weight.data.data_ptr(),
-            bias=_address(bias),
-            scales=_address(weight.scales),
-            x_scales=_address(x_scales),
+            bias=address(bias),
+            scales=address(weight.scales),
+            x_scales=address(x_scales),
             dtype=DTYPES[weight.dtype],
-            stored=_stored(weight),
+            stored=stored_as(weight),
             output_dtype=DTYPES[output.dtype],
             activation=(_GATES if weight.gated else _ACTIVATIONS)[activation],
             threads=torch.get_num_threads(),
@@ -544,7 +442,7 @@ class CpuKernels:
             in_features=weight.padded_in,
             x_stride=tokens.stride(0),
             output_stride=output.stride(0),
-            grouping=_grouping_args(weight.grouping),
+            grouping=grouping_args(weight.grouping),
         )
         if shrunk is not None:
             shrunk.fill(arguments)
@@ -553,7 +451,7 @@ class CpuKernels:
     def draw(
         self, logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = _dense(logits)
+        logits = dense(logits)
         num_rows, vocab_size = logits.shape
         token_ids, highest = self._empty((num_rows,), torch.int64), self._empty((num_rows,), torch.float32)
         arguments = DrawArgs(
@@ -573,26 +471,8 @@ class CpuKernels:
         self._library.call(Operation.DRAW, arguments)
         return token_ids, highest
 
-    def _quantize(self, tokens: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Int8 values of tokens [T, n], as [T, width] with zeros after the n, and scales, [T]."""
-        num_tokens, n = tokens.shape
-        values, scales = self._empty((num_tokens, width), torch.int8), self._empty((num_tokens,), torch.float32)
-        arguments = QuantizeArgs(
-            values=values.data_ptr(),
-            scales=scales.data_ptr(),
-            x=tokens.data_ptr(),
-            dtype=DTYPES[tokens.dtype],
-            threads=torch.get_num_threads(),
-            rows=num_tokens,
-            n=n,
-            x_stride=tokens.stride(0),
-            value_stride=width,
-        )
-        self._library.call(Operation.QUANTIZE, arguments)
-        return values, scales
-
     def all_reduce(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int) -> None:
-        lines = _as_lines(x)
+        lines = as_lines(x)
         rows, n = lines.shape
         arguments = AllReduceArgs(
             x=lines.data_ptr(),
@@ -605,7 +485,7 @@ class CpuKernels:
         self._library.call(Operation.ALL_REDUCE, arguments)
 
     def all_gather(self, x: torch.Tensor, memory: torch.Tensor, rank: int, size: int, total: int) -> torch.Tensor:
-        x, element = _dense(x), x.element_size()
+        x, element = dense(x), x.element_size()
         output = self._empty((x.shape[0], total), x.dtype)
         arguments = AllGatherArgs(
             output=output.data_ptr(),
@@ -623,61 +503,6 @@ class CpuKernels:
 
 def _same_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return x.dtype in DTYPES and all(other is None or other.dtype == x.dtype for other in others)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """x, copied only if its last dimension is not contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _as_lines(x: torch.Tensor) -> torch.Tensor:
-    """x [..., n] as [lines, n], copied only if no view can be."""
-    if x.dim() != 2:
-        x = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-    return _dense(x)
-
-
-def _int8_by_output(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The values and scales of an int8 weight with one scale for each output, so that sums over all inputs are
-    integers; None for other weights, and if its inputs would be padded, unlike its neighbours' inputs."""
-    scales = weight.scales
-    if weight.coding is not Coding.INT8 or scales is None or scales.zeros is not None:
-        return None
-    if scales.values.shape[1] != 1 or weight.in_features % (4 * WORDS_OF_BLOCK):
-        return None
-    return (weight.rows ^ 128).view(torch.int8), scales.values.flatten().float()
-
-
-def _stored(weight: PackedWeight) -> int:
-    """A number of the enum StoredAs."""
-    if weight.coding is not None:
-        return STORED_CODED[weight.coding]
-    return STORED_BF12 if weight.is_bf12 else STORED_PLAIN if weight.scales is None else STORED_INT8
-
-
-def _grouping_args(grouping: Grouping | None) -> GroupingArgs:
-    if grouping is None:
-        return GroupingArgs()
-    return GroupingArgs(grouping.pieces, DTYPES[grouping.scale_dtype], grouping.has_zeros)
-
-
-def _contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if x is None else x.contiguous()
-
-
-def _address(x: torch.Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _num_panels(out_features: int, gated: bool) -> int:
-    return -(-(out_features // 2) // (PANEL // 2)) if gated else -(-out_features // PANEL)
-
-
-def _elements_of_word(dtype: torch.dtype, quantization: Quantization) -> int:
-    """Number of elements of a token in a word of 32 bits, which are multiplied together."""
-    if quantization is Quantization.INT8_DYNAMIC:
-        return 4
-    return 1 if dtype == torch.float32 else 2
 
 
 def _heads(source: torch.Tensor, target: torch.Tensor | None) -> Heads:

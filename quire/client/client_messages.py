@@ -6,7 +6,6 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
-from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -50,6 +49,7 @@ from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import Internal, invalid_field
 
 T = TypeVar("T")
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, generation_pb2.GenerateStreamRequest)
 ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
 
@@ -177,22 +177,11 @@ def to_pin_request(
     return request
 
 
-def to_unpin_request(pin_id: str) -> prefix_pb2.UnpinPrefixRequest:
-    request = prefix_pb2.UnpinPrefixRequest()
-    _put(request, "pin_id", pin_id)
-    return request
-
-
-def to_cancel_request(request_id: str) -> generation_pb2.CancelRequest:
-    request = generation_pb2.CancelRequest()
-    _put(request, "request_id", request_id)
-    return request
-
-
-def to_get_model_request(name: str) -> model_pb2.GetModelRequest:
-    request = model_pb2.GetModelRequest()
-    _put(request, "model", name)
-    return request
+def filled(message: AnyMessage, **values: Any) -> AnyMessage:
+    """`message`, a new request, with these fields. Raises InvalidArgument if a value does not fit its field."""
+    for name, value in values.items():
+        _put(message, name, value)
+    return message
 
 
 def _check_is_sequence(name: str, value: object, limit: str) -> None:
@@ -251,11 +240,8 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
         if not isinstance(tool, Tool):
             raise TypeError(f"{path} is {tool!r:.80}; it must be a Tool")
         added = message.tools.add()
-        parameters = None if tool.parameters is None else _schema_text(tool.parameters)
-        values = {"name": tool.name, "description": tool.description, "parameters": parameters, "strict": tool.strict}
-        for name, value in values.items():
-            if value is not None:
-                _put(added, name, value, f"{path}.{name}")
+        parameters = _schema_text(tool.parameters)
+        _fill(added, path, name=tool.name, description=tool.description, parameters=parameters, strict=tool.strict)
     if (choice := chat.get("tool_choice")) is not None:
         if choice in _TOOL_CHOICES:
             message.tool_choice.mode = _TOOL_CHOICES[choice]
@@ -274,9 +260,8 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             limit = "a mapping of names to values of JSON"
             raise invalid_field("template_arguments", f"is {arguments!r:.80}; it must be {limit}") from error
-    for name in ("add_generation_prompt", "continue_final_message"):
-        if (value := chat.get(name)) is not None:
-            _put(message.template_options, name, value)
+    names = ("add_generation_prompt", "continue_final_message")
+    _fill(message.template_options, **{name: chat.get(name) for name in names})
 
 
 def _fill_options(message: Any, options: GenerationOptions | None) -> None:
@@ -307,10 +292,7 @@ def fill_constraint(message: common_pb2.Constraint, constraint: Constraint, path
         message.json_object.SetInParent()
     if constraint.choice:
         _put(message.choice, "texts", constraint.choice, f"{path}.choice")
-    if constraint.begins_after is not None:
-        _put(message, "begins_after", constraint.begins_after, f"{path}.begins_after")
-    if constraint.no_white_space is not None:
-        _put(message, "no_white_space", constraint.no_white_space, f"{path}.no_white_space")
+    _fill(message, path, begins_after=constraint.begins_after, no_white_space=constraint.no_white_space)
     if (tags := constraint.structural_tags) is not None:
         if not isinstance(tags, StructuralTags):
             raise invalid_field(f"{path}.structural_tags", f"is {tags!r:.80}; it must be a StructuralTags")
@@ -335,11 +317,7 @@ def _check_one(path: str, value: object, names: Sequence[str]) -> None:
 
 
 def _fill_content(message: Message, path: str, content: Constraint | StructuralTag) -> None:
-    if (schema := content.json_schema) is not None:
-        _put(message, "json_schema", _schema_text(schema), f"{path}.json_schema")
-    for name in ("regex", "lark"):
-        if (text := getattr(content, name)) is not None:
-            _put(message, name, text, f"{path}.{name}")
+    _fill(message, path, json_schema=_schema_text(content.json_schema), regex=content.regex, lark=content.lark)
 
 
 def _schema_text(schema: Any) -> Any:
@@ -448,19 +426,6 @@ def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(map(_model, message.models))
 
 
-def to_load_adapter_request(name: str, directory: str | Path, *, replace: bool) -> model_pb2.LoadAdapterRequest:
-    request = model_pb2.LoadAdapterRequest(replace=replace)
-    _put(request, "name", name)
-    _put(request, "directory", str(directory))
-    return request
-
-
-def to_unload_adapter_request(name: str) -> model_pb2.UnloadAdapterRequest:
-    request = model_pb2.UnloadAdapterRequest()
-    _put(request, "name", name)
-    return request
-
-
 def from_load_adapter_response(message: model_pb2.LoadAdapterResponse) -> Adapter:
     return _read(Adapter, message.adapter)
 
@@ -529,11 +494,11 @@ def _logprob(message: common_pb2.Logprob) -> Logprob:
     return Logprob(message.token_id, message.logprob, message.rank)
 
 
-def _fill(message: Message, **values: Any) -> None:
-    """Sets the fields that are not None; raises as `_put`."""
+def _fill(message: Message, path: str = "", /, **values: Any) -> None:
+    """Sets the fields that are not None; raises as `_put`. `path` is the caller's name of the message."""
     for name, value in values.items():
         if value is not None:
-            _put(message, name, value)
+            _put(message, name, value, f"{path}.{name}" if path else None)
 
 
 def _put(message: Message, name: str, value: Any, path: str | None = None) -> None:

@@ -34,7 +34,7 @@ from quire.client.waiting import (
     next_response,
     was_accepted,
 )
-from quire.gateway.v1 import generation_pb2, model_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import QuireError, Unavailable
 
 Answer = TypeVar("Answer")
@@ -257,7 +257,8 @@ class Client:
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a running request by its id. Raises NotFound if no such request runs."""
-        self._ask(self._stubs.generation.Cancel, convert.to_cancel_request(request_id), convert.from_nothing, timeout_s)
+        request = convert.filled(generation_pb2.CancelRequest(), request_id=request_id)
+        self._ask(self._stubs.generation.Cancel, request, convert.from_nothing, timeout_s)
 
     def tokenize(
         self,
@@ -297,7 +298,8 @@ class Client:
 
     def unpin_prefix(self, pin_id: str, *, timeout_s: float | None = None) -> None:
         """Ends a pin. Raises NotFound if no scheduler has it (any more)."""
-        self._ask(self._stubs.prefixes.UnpinPrefix, convert.to_unpin_request(pin_id), convert.from_nothing, timeout_s)
+        request = convert.filled(prefix_pb2.UnpinPrefixRequest(), pin_id=pin_id)
+        self._ask(self._stubs.prefixes.UnpinPrefix, request, convert.from_nothing, timeout_s)
 
     def list_models(self, *, timeout_s: float | None = None) -> tuple[Model, ...]:
         """All models served here."""
@@ -305,9 +307,8 @@ class Client:
 
     def get_model(self, name: str, *, timeout_s: float | None = None) -> Model:
         """One model. Raises NotFound if it is not served here."""
-        return self._ask(
-            self._stubs.models.GetModel, convert.to_get_model_request(name), convert.from_get_model_response, timeout_s
-        )
+        request = convert.filled(model_pb2.GetModelRequest(), model=name)
+        return self._ask(self._stubs.models.GetModel, request, convert.from_get_model_response, timeout_s)
 
     def load_adapter(
         self, name: str, directory: str | Path, *, replace: bool = False, timeout_s: float | None = None
@@ -315,13 +316,13 @@ class Client:
         """Serves the LoRA adapter in a directory of the server under a name, which `model` of a request then chooses;
         for the API keys of operators. With `replace` it replaces an adapter of that name, which earlier requests keep.
         Raises AlreadyExists if the name is taken, InvalidArgument if the adapter cannot be used."""
-        request = convert.to_load_adapter_request(name, directory, replace=replace)
+        request = convert.filled(model_pb2.LoadAdapterRequest(replace=replace), name=name, directory=str(directory))
         method, read = self._stubs.models.LoadAdapter, convert.from_load_adapter_response
         return self._ask(method, request, read, timeout_s, is_idempotent=False)
 
     def unload_adapter(self, name: str, *, timeout_s: float | None = None) -> None:
         """Removes an adapter's name; running requests continue. Raises NotFound if no adapter has it."""
-        request = convert.to_unload_adapter_request(name)
+        request = convert.filled(model_pb2.UnloadAdapterRequest(), name=name)
         method = self._stubs.models.UnloadAdapter
         self._ask(method, request, convert.from_nothing, timeout_s, is_idempotent=False)
 

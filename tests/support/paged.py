@@ -12,7 +12,8 @@ from kernels import ops
 from kernels.packed_weight import Coding, Quantization
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import TiedHead
-from worker_svc.layers.linear import CodedProduct, Linear, OwnProduct
+from worker_svc.layers.linear import Linear
+from worker_svc.layers.products import CodedProduct, OwnProduct
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.packed_weight import CodedWeight
-from worker_svc.layers.linear import Product, make_coded_product, make_product, with_float32_outputs
+from worker_svc.layers.products import Product, make_coded_product, make_product, with_float32_outputs
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 

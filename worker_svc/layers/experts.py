@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
+from worker_svc.layers.activations import ActivationKind
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.weights import Placement
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from quire.runtime.settings import ConfigurationError
+from worker_svc.layers.adapted_products import TokenSlots
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead
-from worker_svc.layers.linear import Linear, LinearPart, Split, TokenSlots
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.weights import Placement
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, LayerNorm
-from worker_svc.layers.linear import ActivationKind, Linear, LinearPart, Split
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement

@@ -11,7 +11,7 @@ from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
-from worker_svc.layers.linear import check_quantization
+from worker_svc.layers.products import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM

@@ -116,7 +116,7 @@ class Worker:
         runner: SealingRunner,
         device_loop: DeviceLoop,
         agree: Callable[[int, int], object] = lambda epoch, step_id: None,
-        prepare: Callable[[bytes], "Future[Any] | None"] = lambda row_sampling: None,
+        prepare: Callable[[bytes], "Future[Any] | None"] | None = None,
         adapters: Adapters | None = None,
         blocks: BlockStore | None = None,
         tls: TlsIdentity | None = None,
@@ -125,7 +125,8 @@ class Worker:
         """
         Args:
             agree: `Ranks.agree`, for a worker of several ranks.
-            prepare: compiles the constraint of a serialized RowSampling; None if there is nothing to compile.
+            prepare: compiles the constraint of a serialized RowSampling, and returns None if it has none to compile;
+                without `prepare` no row has a constraint.
             adapters: there are some if `info.limits.max_adapters` is above 0.
             blocks: the contents of blocks, if `info.kv_namespace` names their format; `tls` identifies this worker to
                 workers that it fetches blocks from.
@@ -265,7 +266,7 @@ class Worker:
 
     def prepare(self, row_sampling: bytes, on_done: Callable[[], object]) -> None:
         """Compiles the constraint of a row to come; then calls `on_done`, in any thread, whether it could or not."""
-        compiled = self._prepare(row_sampling)
+        compiled = None if self._prepare is None else self._prepare(row_sampling)
         if compiled is None:
             on_done()
         else:

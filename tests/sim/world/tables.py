@@ -35,8 +35,6 @@ KEPT: dict[str, str] = {
         FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Pins._changes Pins._held_ends
         Preparations._compiled PromptLogprobsRouter._reporting Requests._cancelled RetryAdvisor._ends
         Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
-    "responses that a client has stored": """
-        MemoryStore._tenants _TenantResponses.by_id""",
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
     "clients of HTTP keep their connections": """

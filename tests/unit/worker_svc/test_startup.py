@@ -15,22 +15,15 @@ from quire.service.compatibility import ModelFingerprint
 from tests.support.graph_recorder import CallingRecorder
 from tests.support.models import Family, make_model
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
-from worker_svc import startup, thread_binding
+from worker_svc import draft_setup, pool_setup, startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.pool_setup import kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import (
-    DraftPart,
-    choose_device,
-    is_lost,
-    kv_namespace,
-    log_what_is_not_served,
-    make_worker,
-    model_geometry,
-    requested_pool_dtype,
-)
+from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
 
 
@@ -152,10 +145,10 @@ def test_a_model_that_is_larger_than_the_memory_in_the_dtype_that_is_served_is_r
         file.truncate(8 + len(header) + num_bytes)
     described = ModelDirectory.open(tmp_path)
     if size is not None:
-        monkeypatch.setattr(startup, "available_memory", lambda: 1 << 30)
+        monkeypatch.setattr(pool_setup, "available_memory", lambda: 1 << 30)
         with pytest.raises(ConfigurationError, match=rf"take {size}; 1\.0 GiB of memory are available"):
             startup.check_weights_fit(described, dtype, load(*flags))
-    monkeypatch.setattr(startup, "available_memory", lambda: 7 << 30)
+    monkeypatch.setattr(pool_setup, "available_memory", lambda: 7 << 30)
     startup.check_weights_fit(described, dtype, load(*flags))
 
 
@@ -164,7 +157,7 @@ def test_codes_of_a_gguf_file_are_larger_in_another_dtype_than_bfloat16(
 ) -> None:
     write_gguf(resolve_model(None), tmp_path / "m.gguf", "Q4_0", lambda *_: None)
     described, size = ModelDirectory.open(tmp_path / "m.gguf"), (tmp_path / "m.gguf").stat().st_size
-    monkeypatch.setattr(startup, "available_memory", lambda: 2 * size)
+    monkeypatch.setattr(pool_setup, "available_memory", lambda: 2 * size)
     startup.check_weights_fit(described, torch.bfloat16, load())
     with pytest.raises(ConfigurationError, match=r"of memory are available"):
         startup.check_weights_fit(described, torch.float32, load())
@@ -200,10 +193,10 @@ def test_cuda_graphs_are_recorded_before_the_first_step_and_the_scheduler_hears_
 
 def test_kinds_of_guesses_that_are_named_beside_auto_are_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    kinds = {name: partial(made.append, name) for name in startup.KINDS}
-    monkeypatch.setattr(startup, "KINDS", kinds)
+    kinds = {name: partial(made.append, name) for name in draft_setup.KINDS}
+    monkeypatch.setattr(draft_setup, "KINDS", kinds)
     for flags in ("auto", "auto,shared", "off"):
-        startup._make_drafter(TinyCausalLM(), load(f"--speculate={flags}"))
+        draft_setup.make_drafter(TinyCausalLM(), load(f"--speculate={flags}"))
         made.append("|")
     assert " ".join(made) == "prediction grammar ngram | prediction grammar shared ngram | |"
 

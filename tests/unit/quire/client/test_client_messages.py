@@ -9,17 +9,15 @@ import pytest
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, GenerationOptions
 from quire.client.client_messages import (
     GenerationFields,
-    to_cancel_request,
+    filled,
     to_chat_request,
     to_detokenize_request,
     to_generate_request,
-    to_get_model_request,
     to_pin_request,
     to_tokenize_request,
-    to_unpin_request,
 )
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, prefix_pb2
+from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import InvalidArgument
 
 UNSET: GenerationFields = {"model": None, "request_id": None, "priority": None}
@@ -150,7 +148,7 @@ def test_a_content_that_is_no_text_is_refused_with_its_place(content: Any) -> No
 
 
 def test_an_id_that_is_missing_is_refused_by_name() -> None:
-    calls: list[Any] = [to_cancel_request, to_get_model_request, to_unpin_request]
-    for call, field in zip(calls, ("request_id", "model", "pin_id"), strict=True):
+    requests = (generation_pb2.CancelRequest(), model_pb2.GetModelRequest(), prefix_pb2.UnpinPrefixRequest())
+    for request, field in zip(requests, ("request_id", "model", "pin_id"), strict=True):
         with pytest.raises(InvalidArgument, match=f"^{field} is None; it must be {A_STR}$"):
-            call(None)
+            filled(request, **{field: None})

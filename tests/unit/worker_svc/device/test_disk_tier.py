@@ -20,8 +20,8 @@ from worker_svc.device import file_lock
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
 from worker_svc.device.seals import SealInventory
 from worker_svc.parallel.ranks import Ranks
+from worker_svc.pool_setup import open_disk_tier
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import _open_disk_tier
 from worker_svc.step import Int32Array, SealedBlocks
 
 SIZE = 5000
@@ -225,7 +225,7 @@ def test_a_worker_on_a_gpu_has_no_tier(path: Path) -> None:
     settings = WorkerSettings(model="m", listen="127.0.0.1:1", kv_disk=path.parent)
     unused: Any = None
     with pytest.raises(ConfigurationError, match="this one is on cuda; leave it out"):
-        _open_disk_tier(model, settings, unused, unused, unused)
+        open_disk_tier(model, settings, unused, unused, unused)
     assert not path.parent.exists()
 
 

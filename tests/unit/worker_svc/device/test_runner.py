@@ -20,10 +20,11 @@ from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner
+from worker_svc.first_steps import memory_for_pool
 from worker_svc.models.llama import LlamaForCausalLM
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import make_worker, memory_for_pool, model_geometry
+from worker_svc.startup import make_worker, model_geometry
 from worker_svc.step import AdmittedStep, LogitRules, SealedBlocks, SetTokens, Step, StepOutput, WorkerLimits
 from worker_svc.weights import Loadable, MadeTensors, Placement
 

@@ -11,21 +11,12 @@ from kernels.low_rank import LowRank
 from kernels.packed_weight import Quantization
 from quire.runtime.settings import ConfigurationError
 from tests.support.models import make_model
-from worker_svc.layers import linear
+from worker_svc.layers import products
+from worker_svc.layers.activations import ACTIVATIONS, ActivationKind
+from worker_svc.layers.adapted_products import TokenSlots
 from worker_svc.layers.embedding_norm import Embedding
-from worker_svc.layers.linear import (
-    ACTIVATIONS,
-    ActivationKind,
-    Linear,
-    LinearPart,
-    OwnProduct,
-    PackedProduct,
-    PlainProduct,
-    Split,
-    TokenSlots,
-    WeightOnlyProduct,
-    make_product,
-)
+from worker_svc.layers.linear import Linear, LinearPart, Split
+from worker_svc.layers.products import OwnProduct, PackedProduct, PlainProduct, WeightOnlyProduct, make_product
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Checkpoint, Loadable, Placement
@@ -36,7 +27,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @pytest.fixture
 def no_kernels_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
+    monkeypatch.setattr(products.ops, "has_packed_products", lambda *_: False)
 
 
 def make_weights(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +71,7 @@ def test_every_activation_of_a_packed_product_equals_torchs(kind: ActivationKind
 def test_weights_go_to_our_own_kernel_else_large_ones_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert isinstance(make_product(torch.zeros((64, 64), dtype=dtype)), OwnProduct)
-    monkeypatch.setattr(linear.ops, "has_packed_products", lambda *_: False)
+    monkeypatch.setattr(products.ops, "has_packed_products", lambda *_: False)
     assert isinstance(make_product(torch.zeros(64, 64)), PlainProduct)
     assert isinstance(make_product(torch.zeros(512, 512)), PackedProduct)
 

@@ -1,0 +1,164 @@
+"""The KV pool of a worker: dtype and number of its blocks, the file that keeps them, and the disk tier."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+import quire
+from kernels import ops
+from quire.rpc.address import is_local
+from quire.runtime.processors import available_memory
+from quire.runtime.settings import ConfigurationError
+from quire.service.compatibility import ModelFingerprint
+from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
+from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.pool_blocks import PoolBlocks
+from worker_svc.device.pool_file import KvNamespace, PoolFile
+from worker_svc.draft_setup import DraftPart
+from worker_svc.first_steps import memory_for_pool
+from worker_svc.models.base import CausalLM
+from worker_svc.settings import WorkerSettings
+from worker_svc.step import (
+    ModelGeometry,
+    WorkerLimits,
+)
+
+_KV_DISK_BYTES = 10 << 30
+
+
+_logger = logging.getLogger(__name__)
+
+
+def kv_namespace(
+    model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, draft: DraftPart | None = None
+) -> KvNamespace:
+    """Names the format and the model of this rank's blocks."""
+    of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
+    rotations = (each.rotation for each in ((model,) if draft is None else (model, draft.model)))
+    return KvNamespace(
+        model=(fingerprint.config, fingerprint.tokenizer, fingerprint.weights, *of_draft),
+        dtype=str(model.dtype),
+        kv_dtype=str(requested_pool_dtype(settings.kv_cache_dtype, model)),
+        block_size=settings.block_size,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rank=model.ranks.rank,
+        world_size=model.ranks.size,
+        numerics=(
+            quire.__version__,
+            type(model).__name__,
+            settings.quantization,
+            *ops.numerics_of(model.device),
+            torch.__version__,
+            *(f"{rotation.name} rotation" for rotation in rotations if rotation is not None),
+        ),
+    )
+
+
+def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNamespace) -> PoolPlace | None:
+    """The file of the pool. A model that is not known has none: its blocks might be another's."""
+    config, _, *weights = namespace.model
+    is_known = config and all(weights)
+    if settings.kv_cache_file is None or settings.persistent_kv_cache == "off" or not is_known:
+        return None
+    if model.device.type != "cpu":
+        _logger.info("the KV pool is on %s and ends with this worker", model.device)
+        return None
+    return PoolPlace(PoolFile.open(settings.kv_cache_file), namespace, settings.persistent_kv_cache == "auto")
+
+
+def open_disk_tier(
+    model: CausalLM, settings: WorkerSettings, namespace: KvNamespace, blocks: PoolBlocks, pool: KvPool
+) -> DiskTier | None:
+    """The blocks, or parts of blocks, that this rank has on disk. A single rank reads the newest ones into the pool.
+    Several ranks may have different blocks; the blocks that all have are read when a prompt needs them."""
+    if settings.kv_disk is None:
+        return None
+    if model.device.type != "cpu":
+        raise ConfigurationError(
+            f"--kv-disk is for workers on cpu, and this one is on {model.device.type}; leave it out"
+        )
+    space = _KV_DISK_BYTES if settings.kv_disk_space is None else settings.kv_disk_space
+    path, space = file_of_rank(settings.kv_disk, model.ranks.rank), space // model.ranks.size
+    try:
+        file = BlockFile(path, space, namespace.digest(), blocks.block_bytes)
+    except DiskFailsError as error:
+        _logger.warning("no KV blocks go to disk: %s", error)
+        return None
+    tier = DiskTier(file, blocks, pool.geometry.num_gpu_blocks)
+    if model.ranks.size == 1:
+        tier.restore()
+    if model.ranks.rank == 0:
+        remove_files_of_more_ranks(settings.kv_disk, model.ranks.size)
+    return tier
+
+
+def make_pool(
+    model: CausalLM,
+    geometry: ModelGeometry,
+    limits: WorkerLimits,
+    settings: WorkerSettings,
+    namespace: KvNamespace,
+    draft_model: CausalLM | None,
+) -> KvPool:
+    dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
+    place = _place_of_pool(model, settings, namespace)
+    # On the CPU, the padding block takes results that are not kept (`ModelRunner._forward_pairs`).
+    with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
+    count, host_memory = settings.num_gpu_blocks, memory_of_each_rank(settings)
+    if place is not None:
+        if count is None and settings.kv_cache_memory is None:
+            # A default follows from the memory that is available, which is not the same at each start.
+            held = place.file.num_held(place.namespace)
+            count = None if held is None else held - with_padding
+        host_memory = None if host_memory is None else host_memory + place.file.held_bytes
+    request = PoolRequest(
+        block_size=settings.block_size,
+        num_gpu_blocks=count,
+        kv_cache_memory=settings.kv_cache_memory,
+        swap_space=settings.swap_space,
+        max_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
+        dtype=dtype,
+        num_padding_blocks=int(settings.cuda_graphs == "on"),
+        host_memory=host_memory,
+    )
+    available = None
+    if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
+        available = memory_for_pool(model, geometry, limits, settings.block_size, settings.gpu_memory_utilization)
+    shape = pool_geometry(model, request, available, draft_model)
+    # The rank with the least memory decides for all: each block is on every rank.
+    num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
+    shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
+    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place, draft_model=draft_model)
+    tokens = shape.num_gpu_blocks * shape.block_size
+    _logger.info(
+        "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",
+        shape.num_gpu_blocks,
+        shape.block_size,
+        shape.dtype,
+        shape.num_gpu_blocks * shape.block_bytes / 2**20,
+        shape.num_host_blocks,
+    )
+    if tokens < geometry.max_model_len:
+        _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
+    return pool
+
+
+def memory_of_each_rank(settings: WorkerSettings) -> int | None:
+    """The available memory of this machine, divided by its ranks, before any of them has a pool."""
+    available = available_memory()
+    ranks_here = settings.tensor_parallel_size if is_local(settings.tensor_parallel_address) else 1
+    return None if available is None else available // ranks_here
+
+
+def requested_pool_dtype(name: str, model: CausalLM) -> torch.dtype:
+    """The dtype of a setting; auto takes the model's. ConfigurationError when the device does not have it."""
+    if name == "auto":
+        return model.dtype
+    if model.device.type != "cpu":
+        raise ConfigurationError(
+            f"--kv-cache-dtype is {name}, which is for cpu, and the device is {model.device.type}; use auto"
+        )
+    return torch.int8
