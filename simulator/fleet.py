@@ -17,6 +17,7 @@ from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy
 from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import EmittedSequence, Request
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.step import ClientEvents
 from simulator.engine import Arrivals, Device, Run, key_of
 from simulator.tokens import TOKEN_ID
@@ -115,7 +116,7 @@ class FleetRun(Run):
 
     def planned(self, device: Device) -> None:
         (place,) = (each for each in self._places.values() if each.device is device)
-        for key in device.scheduler.promises:
+        for key in device.scheduler.reservations.requests(Kind.PROMISE):
             offer = self._offers.get(key.handle - _OFFERS)
             if offer is not None and place.name not in offer.told:
                 offer.told.add(place.name)

@@ -88,11 +88,12 @@ class BlockManager(BlockTables[Sequence]):
         return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
 
     def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
-        return [*shared, *self._from_host(sequence, len(shared))] if self.host.caches else shared
-
-    def _from_host(self, sequence: Sequence, start: int) -> list[BlockId]:
-        """The blocks of a sequence behind the first `start` that the host has, in blocks of the pool that the next step
-        fills. Includes blocks between them that the pool has, and ends before the first block that is in neither."""
+        """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
+        the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
+        neither."""
+        if not self.host.caches:
+            return shared
+        start = len(shared)
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
         sealed: list[tuple[BlockId, BlockHash]] = []
@@ -117,7 +118,7 @@ class BlockManager(BlockTables[Sequence]):
         self.tell(sequence, start, start + len(blocks), sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
-        return [block for block in blocks if block is not None]
+        return [*shared, *(block for block in blocks if block is not None)]
 
     def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
         """The blocks at the start of a sequence that it takes from the sequences `before` it, or else from the cache.
@@ -219,16 +220,6 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.free(cached)
             raise
 
-    def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Seals held blocks whose content came from elsewhere."""
-        for block, content in moved:
-            if self.pool.seal(block, content) and self.pool.log is not None:
-                self.pool.log.restored(content)
-
-    def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
-        """The blocks of `sealed` that were not freed and allocated for other content since."""
-        return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
-
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
         self._retired.extend(sequences)
@@ -245,10 +236,6 @@ class BlockManager(BlockTables[Sequence]):
         if sequences:
             self.free(*sequences)
         return bool(sequences)
-
-    @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
 
     @property
     def retired(self) -> tuple[Sequence, ...]:

@@ -9,6 +9,7 @@ from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.paging import scheduler
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, MovedBlocks
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import Results, check_result
 from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup
 from scheduler_svc.core.state import State
@@ -76,10 +77,9 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         """Ends what is over, before a step is planned: blocks of ended requests, pins, leases, trials."""
         state = self._state
         blocks = state.batch.blocks
-        if blocks.has_retired:
-            blocks.reclaim()
+        blocks.reclaim()
         self._arrivals.expire_pins(now)
-        state.leases.expire(now, blocks.pool)
+        state.reservations.expire_leases(now)
         self._begin_new(now)
         state.promised.clear()
         if state.in_flight:
@@ -168,7 +168,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
     def _start(self, group: SequenceGroup, now: float) -> None:
         state = self._state
         group.source, group.has_been_passed = None, False
-        state.coming.discard(group.request.key)
+        state.reservations.end(Kind.COMING, group.request.key)
         is_new = group.cached_tokens is None
         num_cached = state.placement.start(group, now)
         self._num_blocks_looked_up += sum(count // state.config.block_size for count in num_cached)

@@ -207,6 +207,16 @@ class PrefixIndex(BlockPool):
         self._num_held_sealed += 1
         return True
 
+    def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Seals held blocks whose content came from elsewhere."""
+        for block, content in moved:
+            if self.seal(block, content) and self.log is not None:
+                self.log.restored(content)
+
+    def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
+        """The blocks of `sealed` that were not freed and allocated for other content since."""
+        return [(block, content) for block, content in sealed if self.hash_of(block) == content]
+
     def restore(self, block: BlockId, content: BlockHash) -> None:
         """Names the content of a free block that an earlier scheduler sealed."""
         if self._ref_counts[block] or self._hashes[block] is not None or content in self._by_hash:

@@ -337,11 +337,11 @@ class Batch(batch.Batch[Sequence]):
     @property
     def has_seals(self) -> bool:
         """Whether there are sealed blocks that no step has reported yet."""
-        return bool(self.blocks.still_sealed(self.draft.sealed))
+        return bool(self.blocks.pool.still_sealed(self.draft.sealed))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
-        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
+        self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
         plan = self.draft.finish(step_id, self.blocks.host)
         self.draft = StepDraft(self._token_budget)

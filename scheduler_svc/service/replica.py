@@ -23,6 +23,7 @@ from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Request, RequestKey
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -131,7 +132,7 @@ class Replica:
         """Whether a request is live or has just moved elsewhere, a block has to be sealed, or one is kept for another
         replica."""
         core = self.scheduler
-        return bool(self._num_leaving or (core and (core.num_live or len(core.leases) or core.is_sealing)))
+        return bool(self._num_leaving or (core and (core.num_live or core.reservations[Kind.LEASE] or core.is_sealing)))
 
     def wake_after(self, seconds: float) -> None:
         """Wakes the step loop at that time: the core checks times only when it plans a step."""

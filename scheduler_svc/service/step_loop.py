@@ -323,7 +323,7 @@ class StepLoop:
 
     def _renew_lease(self, fetched: Fetched, scheduler: Scheduler, now: float) -> None:
         """Another replica has fetched blocks: their lease is renewed, or ends once all ranks' blocks were fetched."""
-        num_done = scheduler.leases.count_done(fetched.lease) if fetched.is_done else 0
+        num_done = scheduler.reservations.count_fetched(fetched.lease) if fetched.is_done else 0
         is_over = num_done == len(self.replica.workers)
         scheduler.renew_lease(fetched.lease, now, 0 if is_over else LEASE_S)
         self.replica.wake_after(LEASE_S)

@@ -23,8 +23,8 @@ from quire.model_files.progress import READING, LoadProgress
 from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.moves import Leases
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.reservations import Reservations
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import replica, step_loop
@@ -803,7 +803,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         patch.object(step_loop, "Replica", CheckedReplica),
         patch.object(step_loop, "Lifecycle", make_lifecycle),
         # Recordings use no test classes.
-        patch.object(Leases, "expire", expire_checked),
+        patch.object(Reservations, "expire_leases", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
     ):

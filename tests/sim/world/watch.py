@@ -32,6 +32,7 @@ from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import Handle, RequestKey
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service import step_loop
@@ -431,7 +432,7 @@ class CheckedDrains(Lifecycle):
         began_s = _now()
         num_live = await super().drain(timeout_s)
         core = self._replica.scheduler
-        num_leases = 0 if core is None or num_live else len(core.leases)
+        num_leases = 0 if core is None or num_live else len(core.reservations[Kind.LEASE])
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
             report(AssertionError(f"a drain ends, and {num_leases} leases do not"))
         return num_live
@@ -752,8 +753,8 @@ class Watch:
         for host, core, ranks in self._attached():
             transfers = [self.workers[each].transfers for each in ranks if each in self.workers]
             offered = {lease for each in transfers if each is not None for lease in each._offers}
-            useless = [lease.hex() for lease in core.leases if lease not in offered]
-            yield from (f"{host} keeps blocks under lease {lease}, which nobody offers" for lease in useless)
+            useless = [lease for lease in core.reservations[Kind.LEASE] if lease not in offered]
+            yield from (f"{host} keeps blocks under lease {lease!r}, which nobody offers" for lease in useless)
 
     def _idle(self) -> Iterator[str]:
         """Requests that wait without a reason at idle schedulers, since they were never woken. Also answers that
@@ -763,7 +764,7 @@ class Watch:
             owed = ((loop._steps, {each.step_id for each in core.in_flight}), (loop._preparations, waits._underway))
             for awaited, known in (*owed, (loop._moves, waits._underway)):
                 yield from (f"{host} waits for answer {each} in vain" for each in awaited._sent_at if each not in known)
-            if core.in_flight or waits.num_underway or core.promises:
+            if core.in_flight or waits.num_underway or core.reservations[Kind.PROMISE]:
                 continue
             waiting = next(iter(core.waiting.next_few(1)), None)
             if waiting is not None and not (waiting.request.is_offer or core.trials.are_on):

@@ -114,7 +114,7 @@ def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swa
     space.swap_out([sequence])
     pool.free(pool.allocate(8))
     came = pool.allocate(3)
-    blocks.seal_moved(zip(came, HASHES, strict=True))
+    blocks.pool.seal_moved(zip(came, HASHES, strict=True))
     pool.free(came)
     assert log.take().stored == dict.fromkeys(HASHES)
     space.swap_in([sequence])
@@ -129,7 +129,7 @@ def test_a_block_that_came_while_a_request_computed_it_is_told_with_its_tokens()
     driver.next_plan()
     blocks = driver.scheduler.batch.blocks
     (block,) = blocks.pool.allocate(1)
-    blocks.seal_moved([(block, HASHES[0])])
+    blocks.pool.seal_moved([(block, HASHES[0])])
     blocks.pool.free([block])
     mirror.check()
     assert mirror.blocks == {HASHES[0]: None}
