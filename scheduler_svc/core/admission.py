@@ -16,7 +16,7 @@ from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 
 _STEPS_AHEAD = 1
 """Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
