@@ -229,11 +229,11 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
     def _commit(self, now: float) -> StepPlan:
         """Finishes the step that was built. It is in flight from now on."""
         state = self._state
-        state.last_step_id += 1
+        state.num_attached_steps += 1
         state.num_steps += 1
         rows = state.batch.rows
         prefills, has_chunks = rows.prefills.copy(), state.batch.draft.has_chunks
-        plan = state.batch.commit(state.last_step_id)
+        plan = state.batch.commit(step_id=state.num_attached_steps)
         state.policy.charge(plan, prefills, rows.tenant)
         sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
         step = StepInFlight(

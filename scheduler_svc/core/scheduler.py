@@ -52,9 +52,9 @@ class Scheduler(State):
         """Keeps requests that never ran from starting for `seconds`: another replica may take them."""
         self.new_wait_until = now + seconds
 
-    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
-        """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with 0."""
-        if lease_s:
+    def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
+        """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with None."""
+        if lease_s is not None:
             self.reservations.renew(Kind.LEASE, lease, now + lease_s)
         else:
             self.reservations.end(Kind.LEASE, lease)

@@ -31,8 +31,8 @@ from scheduler_svc.core.step import StepInFlight
 class State:
     """All requests of one replica, and the memory of its worker.
 
-    Steps and preemptions are counted since the start; `last_step_id` is the newest planned step since the worker was
-    attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
+    Steps and preemptions are counted since the start, `num_attached_steps` since the worker was attached;
+    `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
     last step admitted no further group, None if no group was left. `reservations` has the blocks and rows that are kept
     for others than running requests, and `promised` the offers that got room in the last planned step. Requests that
     never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts the prompt tokens of all
@@ -84,7 +84,7 @@ class State:
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
         self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config.swaps_from)
         self.pace = Pace()
-        self.last_step_id = 0
+        self.num_attached_steps = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All live requests: running ones, then swapped ones, then waiting ones."""

@@ -182,7 +182,7 @@ class Replayer:
         if self._start is None and operation.now:
             self._start = operation.now
         seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
-        step_id = 0 if self.scheduler is None else self.scheduler.last_step_id
+        step_id = 0 if self.scheduler is None else self.scheduler.num_attached_steps
         return f"operation {self.report.num_operations}{seconds}, step {step_id}"
 
 
@@ -217,7 +217,7 @@ _CALLS: Mapping[str, Callable[[Scheduler, Any, float], object]] = {
         _key(each.client, each.handle), Lease(each.lease), now, each.lease_seconds
     ),
     "hold_new": lambda core, each, now: core.hold_new(now, each.seconds),
-    "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds),
+    "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds or None),
     "give_up_preparation": lambda core, each, now: core.give_up_preparation(each.number, 0.0),
     "take_preparations": lambda core, each, now: core.take_preparations(),
 }

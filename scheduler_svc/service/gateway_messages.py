@@ -352,7 +352,7 @@ async def state_message(
     scheduler = replica.scheduler
     if scheduler is None:
         return message
-    message.last_step_id = scheduler.last_step_id
+    message.last_step_id = scheduler.num_attached_steps
     message.steps = scheduler.num_steps
     message.preemptions = scheduler.num_preemptions
     message.waiting_requests = len(scheduler.waiting)

@@ -191,7 +191,7 @@ class Replica:
                 self.unsent_offers.append(offer_message(lease, sealed))
                 self.wake_after(LEASE_S)
             else:
-                self.scheduler.renew_lease(lease, clock.monotonic(), 0)
+                self.scheduler.renew_lease(lease, clock.monotonic(), None)
         self._record_ended(1)
         self.wake.set()
         return source

@@ -46,7 +46,7 @@ class StepDraft:
     `budget` is the number of further tokens that the batch may have."""
 
     def __init__(self, token_budget: int) -> None:
-        self.budget = token_budget
+        self.budget: int = token_budget
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.assign: dict[int, RowAssignment] = {}
         self.parents: dict[int, int] = {}  # parent by child row

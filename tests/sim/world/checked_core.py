@@ -602,7 +602,7 @@ class CheckedScheduler(Scheduler):
         self._check()
         return sealed
 
-    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
+    def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
         super().renew_lease(lease, now, lease_s)
         leased = self.reservations[Kind.LEASE].get(lease)
         if leased is not None and (not lease_s or leased.expires_at != now + lease_s):

@@ -65,7 +65,7 @@ def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
     running(driver, request)
     hand_over(driver, request)
-    driver.scheduler.renew_lease(LEASE, driver.clock, 0)
+    driver.scheduler.renew_lease(LEASE, driver.clock, None)
     driver.check()
     assert used(driver) == 0
 
