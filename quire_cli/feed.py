@@ -127,7 +127,7 @@ class ReplicaNumbers:
     """The load over the last ten minutes, by the names of the feed's history, oldest first."""
     _before: tuple[float, Mapping[str, Any]] | None = None
 
-    def take(self, frame: Mapping[str, Any]) -> None:
+    def add_frame(self, frame: Mapping[str, Any]) -> None:
         """Adds a frame of the feed."""
         now: float = frame["unix_seconds"]
         numbers: Mapping[str, Any] = frame["numbers"]
@@ -175,7 +175,7 @@ class Deployment:
     gateway: Mapping[str, Any] | None = None
     replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
 
-    def take(self, name: str, value: Mapping[str, Any]) -> None:
+    def add_event(self, name: str, value: Mapping[str, Any]) -> None:
         """Adds an event."""
         match name:
             case "gateway":
@@ -184,20 +184,20 @@ class Deployment:
                 for address in self.replicas.keys() - listed:
                     del self.replicas[address]
                 for each in value["replicas"]:
-                    replica = self.of(each["address"])
+                    replica = self.replica(each["address"])
                     if not each["connected"]:
                         replica.problem = each["problem"] or "not connected"
             case "frame":
-                self.of(value["replica"]).take(value)
+                self.replica(value["replica"]).add_frame(value)
             case "problem":
-                self.of(value["replica"]).problem = value["problem"]
+                self.replica(value["replica"]).problem = value["problem"]
             case "history":
-                samples = self.of(value["replica"]).samples
+                samples = self.replica(value["replica"]).samples
                 samples.extend(each for each in value["samples"] if not samples or each["at"] > samples[-1]["at"])
             case _:
                 """An event of a later version."""
 
-    def of(self, address: str) -> ReplicaNumbers:
+    def replica(self, address: str) -> ReplicaNumbers:
         """A replica by its address."""
         return self.replicas.setdefault(address, ReplicaNumbers(address))
 

@@ -58,7 +58,7 @@ def _watch(flags: StatusFlags) -> int:
     try:
         with closing(read_feed(flags, url)) as events:
             for name, value in events:
-                deployment.take(name, value)
+                deployment.add_event(name, value)
                 # The gateway's own event comes once a second.
                 if name == "gateway" and deployment.is_known:
                     for replica in deployment.replicas.values():

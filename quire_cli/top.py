@@ -79,7 +79,7 @@ def snapshot(flags: FeedFlags) -> int:
     deployment = Deployment()
     with closing(read_feed(flags, flags.url)) as events:
         for name, value in events:
-            deployment.take(name, value)
+            deployment.add_event(name, value)
             if deployment.is_known:
                 break
     print(headline(deployment, flags.url))
@@ -102,7 +102,7 @@ def _draw(flags: TopFlags) -> None:
             if event is None:
                 live.update(Text(f"no gateway answers at {flags.url}; trying again", style="red"), refresh=True)
                 continue
-            deployment.take(*event)
+            deployment.add_event(*event)
             # A replica with its first numbers is drawn at once: the next event may come late.
             heard = sum(each.numbers is not None for each in deployment.replicas.values())
             if heard != drawn_heard or time.monotonic() - drawn_at >= flags.interval:

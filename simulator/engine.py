@@ -51,11 +51,11 @@ class Arrivals(Protocol):
         """When the next request arrives, in seconds; None if none does until a live one ends."""
         ...
 
-    def take(self) -> Request:
+    def next_request(self) -> Request:
         """The next request, whose key is `key_of` its number."""
         ...
 
-    def ended(self, index: int, now: float, *, failed: bool) -> None:
+    def record_end(self, index: int, now: float, *, failed: bool) -> None:
         """The request with this number completed, or was refused or failed."""
         ...
 
@@ -229,7 +229,7 @@ class Run:
     def to_end(self) -> Simulation:
         """Runs all requests to their end."""
         steps: list[Step] = []
-        while self._take_next():
+        while self._advance():
             for device in self._devices:
                 steps += device.plan(self.now)
                 self.planned(device)
@@ -250,13 +250,13 @@ class Run:
         """Schedules a call at this time."""
         heapq.heappush(self._later, (seconds, next(self._numbers), call))
 
-    def _take_next(self) -> bool:
+    def _advance(self) -> bool:
         """Advances to the next arrival, call or result. Returns whether there was one."""
         arrives_at, called_at = self._arrivals.next_at(), self._later[0][0] if self._later else math.inf
         device = min(self._devices, key=lambda each: each.answers_at)
         if arrives_at is not None and arrives_at <= min(called_at, device.answers_at):
             self.now = max(self.now, arrives_at)
-            request = self._arrivals.take()
+            request = self._arrivals.next_request()
             if request.key != key_of(len(self.lives)):
                 raise ValueError(f"request {request.key} is number {len(self.lives)}: numbers must rise by one from 0")
             self.lives.append(Life(arrives_at, self.now, request, [[] for _ in range(request.num_returned)]))
@@ -292,18 +292,18 @@ class Run:
             self.lives[handle].token_times[sequence].append(self.now)
         for end in events.completed:
             self.lives[end.handle].usage = end.usage
-            self.end(end.handle, failed=False)
+            self.end_request(end.handle, failed=False)
         for failure in events.failed:
             self._fail(failure.key.handle, failure.reason, failure.message)
 
     def _fail(self, index: int, reason: str, message: str) -> None:
         self.lives[index].reason, self.lives[index].error = reason, message
-        self.end(index, failed=True)
+        self.end_request(index, failed=True)
 
-    def end(self, index: int, *, failed: bool) -> None:
+    def end_request(self, index: int, *, failed: bool) -> None:
         """The request with this number is over."""
         self.lives[index].ended = self.now
-        self._arrivals.ended(index, self.now, failed=failed)
+        self._arrivals.record_end(index, self.now, failed=failed)
 
 
 def _reason_of(error: RefusedError) -> str:

@@ -213,22 +213,22 @@ class FleetRun(Run):
         if place.device.scheduler.hand_over(life.request.key, lease, self.now, _LEASE_S) is None:
             self._close_offer(index)
             return
-        self._leave(index)
+        self._remove(index)
         life.moved_at.append(num_tokens)
         source, replaces = KvSource("", (place.name,), lease), key_of(_OFFERS + index).handle
         moved = replace(self._moved(index, num_tokens), source=source, replaces=replaces)
-        self.at(self.now + self._fleet.latency_s, partial(self._come, index, moved))
+        self.at(self.now + self._fleet.latency_s, partial(self._arrive, index, moved))
 
-    def _come(self, index: int, moved: Request) -> None:
+    def _arrive(self, index: int, moved: Request) -> None:
         self.submit(moved)
         self._close_offer(index)
 
-    def end(self, index: int, *, failed: bool) -> None:
+    def end_request(self, index: int, *, failed: bool) -> None:
         self._close_offer(index)
-        self._leave(index)
-        super().end(index, failed=failed)
+        self._remove(index)
+        super().end_request(index, failed=failed)
 
-    def _leave(self, index: int) -> None:
+    def _remove(self, index: int) -> None:
         if (place := self._place_of.pop(index, None)) is not None:
             place.work.remove(index)
             place.num_live -= 1

@@ -64,7 +64,7 @@ class LoadArrivals:
         first, following = self._first_at(), self._following[0][0] if self._following else None
         return first if following is None else following if first is None else min(first, following)
 
-    def take(self) -> Request:
+    def next_request(self) -> Request:
         first = self._first_at()
         if self._following and (first is None or self._following[0][0] <= first):
             turns = heapq.heappop(self._following)[2]
@@ -78,7 +78,7 @@ class LoadArrivals:
         self._left[number] = turns
         return _core_request(number, request, tenant=str(request.index % self._num_tenants))
 
-    def ended(self, index: int, now: float, *, failed: bool) -> None:
+    def record_end(self, index: int, now: float, *, failed: bool) -> None:
         self._num_ended += 1
         self._num_failed += failed
         if self._on_end is not None:

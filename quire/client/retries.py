@@ -153,7 +153,7 @@ class Recovery(Protocol):
         """Records an event; returns the part of it that is new to the caller, None if nothing is."""
         ...
 
-    def found(self) -> None:
+    def record_accepted(self) -> None:
         """Records that a server accepted the call that has ended."""
         ...
 
@@ -183,7 +183,7 @@ class Restart:
         self._has_begun = True
         return event
 
-    def found(self) -> None:
+    def record_accepted(self) -> None:
         """Has no effect: it is not known whether the request ran."""
 
     def delay_after(self, error: QuireError) -> float:
@@ -308,7 +308,7 @@ class Resumption:
         is_new, progress.is_finished = not progress.is_finished, True
         return event if is_new else None
 
-    def found(self) -> None:
+    def record_accepted(self) -> None:
         self._lost_at = None
 
     def delay_after(self, error: QuireError) -> float:

@@ -102,7 +102,7 @@ class Stream:
     def _go_on_after(self, error: QuireError) -> None:
         """Makes the next call; raises the error if there is no next call."""
         if not self._is_cut and was_accepted(self._call):
-            self._recovery.found()
+            self._recovery.record_accepted()
         if not self._is_cut:
             self._closing.wait(self._recovery.delay_after(error))
         if self._is_cut:

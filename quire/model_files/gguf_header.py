@@ -298,7 +298,7 @@ class _Reader:
                 f"it has a text of {length} bytes at byte {self.place}; at most {_MAX_TEXT_BYTES} are read"
             )
         # Some vocabularies have tokens that are not UTF-8, as others have them in JSON.
-        return self._take(length).decode("utf-8", errors="replace")
+        return self._read_bytes(length).decode("utf-8", errors="replace")
 
     def _texts(self, count: int) -> list[str]:
         """Same as `count` calls of `text`, in half the time: a vocabulary has more than 100,000."""
@@ -352,9 +352,9 @@ class _Reader:
         return _SCALARS[kind]
 
     def _unpack(self, layout: str) -> tuple[Any, ...]:
-        return struct.unpack(layout, self._take(struct.calcsize(layout)))
+        return struct.unpack(layout, self._read_bytes(struct.calcsize(layout)))
 
-    def _take(self, num_bytes: int) -> bytes:
+    def _read_bytes(self, num_bytes: int) -> bytes:
         if self.place + num_bytes > _MAX_METADATA_BYTES:
             raise ValueError(f"its metadata goes beyond {_MAX_METADATA_BYTES} bytes")
         data = self._content[self.place : self.place + num_bytes]

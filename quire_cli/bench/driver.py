@@ -193,7 +193,7 @@ class Driver:
                 if self._is_over():
                     return
             if has_failed:
-                self._end(RequestRecord(request.index, due_s, None, due_s, error=_EARLIER_TURN_FAILED))
+                self._record(RequestRecord(request.index, due_s, None, due_s, error=_EARLIER_TURN_FAILED))
                 continue
             answer = await self._request(request, due_s, history)
             has_failed = answer is None
@@ -230,10 +230,10 @@ class Driver:
             preemptions=answer and answer.preemptions,
             error=error,
         )
-        self._end(record)
+        self._record(record)
         return answer
 
-    def _end(self, record: RequestRecord) -> None:
+    def _record(self, record: RequestRecord) -> None:
         self.outcome.records.append(record)
         self.outcome.num_failed += record.error is not None
         self._on_end(len(self.outcome.records), self.outcome.num_failed)

@@ -114,12 +114,12 @@ class Load:
 
     def warm_up(self, count: int) -> list[LoadRequest]:
         """Returns `count` requests like the first ones, each by itself."""
-        first = [self._decoded(replace(request, turn=0, arrival_s=None)) for request in self._take(count)]
+        first = [self._decoded(replace(request, turn=0, arrival_s=None)) for request in self._first_requests(count)]
         return self._moved(first, self.vocab_size // 2)
 
     def describe(self) -> dict[str, object]:
         """Facts of the planned requests of a run; with a duration, of the default number of requests."""
-        sample = self._take(self._flags.num_requests or DEFAULT_NUM_REQUESTS)
+        sample = self._first_requests(self._flags.num_requests or DEFAULT_NUM_REQUESTS)
         sizes = {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
         return {"dataset": self._flags.dataset, "seed": self._flags.seed, **sizes, **describe(sample)}
 
@@ -152,7 +152,7 @@ class Load:
         arrivals = self._arrivals(rate)
         is_closed = math.isinf(arrivals.rate) and limit is not None
         # Times within a duration count conversations. The last ones may be unfinished when it ends.
-        requests = self._all() if flags.duration is not None else iter(self._take(flags.num_requests))
+        requests = self._all() if flags.duration is not None else iter(self._first_requests(flags.num_requests))
         if is_closed:
             load = requests
         elif flags.duration is not None:
@@ -205,7 +205,7 @@ class Load:
             return self._flags.num_requests
         return DEFAULT_NUM_REQUESTS if self._file is None else len(self._file)
 
-    def _take(self, count: int | None) -> list[LoadRequest]:
+    def _first_requests(self, count: int | None) -> list[LoadRequest]:
         """The first `count` requests; None for all of a file, or for the default number."""
         if count is None:
             count = DEFAULT_NUM_REQUESTS if self._file is None else len(self._file)

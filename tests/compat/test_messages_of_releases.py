@@ -286,7 +286,7 @@ def test_steps_and_results_are_the_computation_that_they_were(release: Release) 
         step, answer = decoder.decode(message), step_answer(result, replica.vocab_size)
         ledger.admit(step)
         pool.move(step.cache_operations)
-        rows.apply(step.row_changes)
+        rows.apply_row_changes(step.row_changes)
         rows.compute(step.batch, pool)
         assert answer.result.step_id == step.step_id
         assert answer.rows.tolist() == step.batch.samples[:, 0].tolist()

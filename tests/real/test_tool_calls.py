@@ -13,7 +13,6 @@ import safetensors.torch
 import tokenizers
 from openai import AsyncOpenAI
 
-from gateway.text.chat import ChatTemplate, special_token_texts
 from quire.model_files.model_directory import ModelDirectory
 from tests.real.models import real_model
 from tests.support.serving import serving
@@ -29,20 +28,7 @@ MODELS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "Llama 3.1": (
         *("llama3_1", None),
         (
-            "ĊĊ",
-            '{"',
-            "name",
-            '":',
-            'Ġ"',
-            "now",
-            '","',
-            "parameters",
-            '":{"',
-            "utc",
-            '"',
-            ":",
-            "true",
-            "}}",
+            *("ĊĊ", '{"', "name", '":', 'Ġ"', "now", '","', "parameters", '":{"', "utc", '"', ":", "true", "}}"),
             "<|eot_id|>",
         ),
     ),
@@ -57,37 +43,25 @@ _RENAMED = {
 # A call ends their messages: templates refuse several calls, or one token ends both the call and the answer.
 _SINGLE = ("Llama 3.1", "gpt-oss")
 _CITIES, _UNITS = ["Paris", "Oslo", "名古屋"], ["C", "F"]
+
+
+def tool(name: str, description: str, properties: dict[str, Any]) -> Any:
+    fields = {"properties": properties, "required": [*properties], "additionalProperties": False}
+    function = {"name": name, "description": description, "parameters": {"type": "object"} | fields}
+    return {"type": "function", "function": function}
+
+
 TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "enum": _CITIES},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
-                    "unit": {"type": "string", "enum": _UNITS},
-                },
-                "required": ["city", "days", "unit"],
-                "additionalProperties": False,
-            },
+    tool(
+        "get_weather",
+        "The weather of a city.",
+        {
+            "city": {"type": "string", "enum": _CITIES},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"type": "string", "enum": _UNITS},
         },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "now",
-            "description": "The time.",
-            "parameters": {
-                "type": "object",
-                "properties": {"utc": {"type": "boolean"}},
-                "required": ["utc"],
-                "additionalProperties": False,
-            },
-        },
-    },
+    ),
+    tool("now", "The time.", {"utc": {"type": "boolean"}}),
 ]
 
 
@@ -244,12 +218,3 @@ async def test_a_call_that_the_model_begins_by_itself_fits(served):
     )
     assert len(message["tool_calls"]) == 1
     assert_fitting(message)
-
-
-@pytest.mark.parametrize("name", MODELS)
-async def test_the_template_writes_calls_in_a_known_format(name):
-    model, template, _ = MODELS[name]
-    directory = ModelDirectory.open(real_model(model, template))
-    assert directory.chat_template is not None
-    texts = special_token_texts(directory.tokenizer_config)
-    assert ChatTemplate(directory.chat_template, texts).tool_format is not None

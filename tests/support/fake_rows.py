@@ -44,7 +44,7 @@ class FakeRows:
     def __getitem__(self, row: int) -> FakeRow:
         return self._rows[row]
 
-    def apply(self, changes: RowChanges) -> None:
+    def apply_row_changes(self, changes: RowChanges) -> None:
         for row in changes.release.tolist():
             self._release(row)
         for assign in changes.assign:

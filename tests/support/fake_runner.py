@@ -127,7 +127,7 @@ class FakeRunner:
         self._seals.begin_write(written, self.num_steps)
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
-        self._rows.apply(step.row_changes)
+        self._rows.apply_row_changes(step.row_changes)
         batch = self._rows.placed(step.batch)
         self._compute(batch)
         output = replace(

@@ -33,9 +33,9 @@ _num_held = threading.Semaphore(0)
 
 
 class CountedLifelines(Lifelines):
-    def _hold(self, connection: socket.socket, rank: int) -> None:
+    def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
         _num_held.release()
-        super()._hold(connection, rank)
+        super()._wait_for_end(connection, rank)
 
 
 @dataclass(frozen=True, slots=True)

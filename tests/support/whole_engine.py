@@ -152,7 +152,7 @@ class WholeEngine:
         request = worker_pb2.RunRequest.FromString(step_message(plan, 0, self.worker.info.worker_generation))
         admitted = self.worker.admit(decoder.decode(request.step))
         output = self.worker.runner.launch(admitted).wait()
-        self.worker.finished(output)
+        self.worker.record_output(output)
         self.num_drafts += int(output.num_drafts.sum())
         self.num_passes += output.num_passes
         self.num_accepted += int(output.num_tokens.sum()) - output.num_passes * len(output.num_tokens)
@@ -192,7 +192,7 @@ class EveryDraft:
     def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
         return True
 
-    def due(self, rows: np.ndarray) -> np.ndarray:
+    def are_due(self, rows: np.ndarray) -> np.ndarray:
         return np.ones(len(rows), np.bool_)
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
@@ -205,7 +205,7 @@ class EveryDraft:
         assert num_missing >= len(guesses.rows)
         return guesses.num_tokens
 
-    def saw(self, guesses: Guesses, num_checked: np.ndarray, num_right: np.ndarray) -> None:
+    def record_outcomes(self, guesses: Guesses, num_checked: np.ndarray, num_right: np.ndarray) -> None:
         assert (num_right <= num_checked).all()
 
 

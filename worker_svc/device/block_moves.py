@@ -39,7 +39,7 @@ class BlockMoves:
         # After all work that may use blocks which are free when the next step is planned, unless that step frees some.
         self._free_since = compute.mark()
 
-    def apply(self, admitted: AdmittedStep) -> None:
+    def run(self, admitted: AdmittedStep) -> None:
         """Queues all moves of a step. Work that is queued on the compute stream afterwards sees them done."""
         operations = admitted.step.cache_operations
         start, free_since = self._compute.mark(), self._free_since

@@ -51,7 +51,7 @@ class DecodeRun:
         tables = rows.block_tables.numpy()
         self._slots = tables[self._rows, blocks].astype(np.int64) * block_size + offsets
         self._draws = RowDraws.of(columns, starts + 1, num_passes)
-        decodes.begin(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
+        decodes.set_rows(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
 
     def next(self) -> Drawn:
         """Runs a pass, and appends the drawn tokens to the rows."""

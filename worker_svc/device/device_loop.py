@@ -120,10 +120,10 @@ class RunningStep:
 class JobThread(Generic[Job]):
     """A thread that takes jobs in order. It does not keep the process from ending."""
 
-    def __init__(self, name: str, take: Callable[[Job], "Future[None] | None"]) -> None:
-        """`take` returns a future to wait for before it is called again with the job, or None once it has taken the
-        job. It must not raise."""
-        self._take = take
+    def __init__(self, name: str, start_job: Callable[[Job], "Future[None] | None"]) -> None:
+        """`start_job` returns a future to wait for before it is called again with the job, or None once it has begun
+        it. It must not raise."""
+        self._start_job = start_job
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # The thread runs in the context of this call, which has a test's failpoints for example.
         self._thread = threading.Thread(target=copy_context().run, args=[self._run], name=name, daemon=True)
@@ -143,7 +143,7 @@ class JobThread(Generic[Job]):
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            while (earlier := self._take(job)) is not None:
+            while (earlier := self._start_job(job)) is not None:
                 earlier.result()
 
 
@@ -167,7 +167,7 @@ class DeviceLoop:
         self._leave = leave
         # Steps on the device, oldest first. Each call on it is one operation of the dict, so no lock is needed.
         self._started_at: dict[int, float] = {}
-        self._launcher: JobThread[_StepJob | _CallJob] = thread(f"{name}-launch", self._take)
+        self._launcher: JobThread[_StepJob | _CallJob] = thread(f"{name}-launch", self._start_job)
         self._waiter: JobThread[RunningStep | _CallJob] = thread(f"{name}-wait", self._wait)
 
     def start(self) -> None:
@@ -212,7 +212,7 @@ class DeviceLoop:
         started = tuple(self._started_at.values())
         return max(int((clock.monotonic() - min(started)) * 1e3), 0) if started else 0
 
-    def _take(self, job: _StepJob | _CallJob) -> "Future[None] | None":
+    def _start_job(self, job: _StepJob | _CallJob) -> "Future[None] | None":
         if isinstance(job, _StepJob):
             if not job.lane.has_failed:
                 self._launch(job)
@@ -251,10 +251,10 @@ class DeviceLoop:
             output = running.launched.wait()
         except SupersededError as error:
             _logger.info("step %d is dropped: %s", job.admitted.step.step_id, error)
-            self._end(job, error)
+            self._fail(job, error)
         except Exception as error:
             self._check_device(job, error)
-            self._end(job, error)
+            self._fail(job, error)
         else:
             del self._started_at[id(job)]
             if not job.lane.has_ended:
@@ -269,7 +269,7 @@ class DeviceLoop:
             # The scheduler would take a refusal for a fault of one request after the other.
             self._leave("the device accepts no more work from this process")
 
-    def _end(self, job: _StepJob, error: Exception) -> None:
+    def _fail(self, job: _StepJob, error: Exception) -> None:
         del self._started_at[id(job)]
         lane = job.lane
         lane.has_failed = True

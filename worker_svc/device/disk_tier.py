@@ -227,11 +227,11 @@ def _crc32(name: bytes, content: Buffer) -> int:
 Count = Callable[[str, int], object]
 """Called with an outcome ("written", "read" or "failed") and its number of bytes."""
 
-Tell = Callable[[Sequence[tuple[int, bytes | None]]], object]
+OnChanges = Callable[[Sequence[tuple[int, bytes | None]]], object]
 """Receives, in any thread, the block that each of these slots holds now; None for a slot without a block."""
 
 
-def _to_nobody(changes: Sequence[tuple[int, bytes | None]]) -> None:
+def _ignore(changes: Sequence[tuple[int, bytes | None]]) -> None:
     """No scheduler is attached."""
 
 
@@ -241,7 +241,7 @@ class DiskTier:
     def __init__(self, file: BlockFile, store: BlockStore, num_blocks: int) -> None:
         """`num_blocks` is the number of the pool's blocks that sequences may have."""
         self._count: Count = lambda what, num_bytes: None
-        self._tell: Tell = _to_nobody
+        self._on_changes: OnChanges = _ignore
         self._num_restored = 0
         self._file, self._store, self._num_blocks = file, store, num_blocks
         self._saved = np.full(num_blocks, -1, np.int64)
@@ -293,22 +293,22 @@ class DiskTier:
         with self._lock:
             self._file.close()
 
-    def follow(self, tell: Tell) -> None:
-        """Calls `tell` with all slots that hold a block, and with later changes; earlier callbacks get no more."""
-        self._tell = tell
+    def follow(self, on_changes: OnChanges) -> None:
+        """Calls `on_changes` with all slots that hold a block, and with later changes; ends earlier callbacks."""
+        self._on_changes = on_changes
 
         def begin() -> None:
             with self._lock:
-                if self._tell == tell:
+                if self._on_changes == on_changes:
                     self._file.take_changes()
-                    tell(self._file.entries())
+                    on_changes(self._file.entries())
 
         self.submit(begin)
 
-    def unfollow(self, tell: Tell) -> None:
-        """Stops the calls of `tell`. No effect if another callback follows."""
-        if self._tell == tell:
-            self._tell = _to_nobody
+    def unfollow(self, on_changes: OnChanges) -> None:
+        """Stops the calls of `on_changes`. No effect if another callback follows."""
+        if self._on_changes == on_changes:
+            self._on_changes = _ignore
 
     def hit(self, blocks: NDArray[np.int32]) -> None:
         """Sequences begin with these blocks of the pool: on disk they are as if read, at the thread's next look."""
@@ -335,14 +335,14 @@ class DiskTier:
         """Reads the content of a block. Returns False if it is not there, or not as it was written. May take long."""
         with self._lock:
             is_read = self._file.read(name, into)
-            self._tell_changes()
+            self._report_changes()
         if is_read:
             self._count("read", len(into))
         return is_read
 
-    def _tell_changes(self) -> None:
+    def _report_changes(self) -> None:
         if changes := self._file.take_changes():
-            self._tell(changes)
+            self._on_changes(changes)
 
     def _run(self) -> None:
         while not self._stopping.wait(_EVERY_S):
@@ -377,5 +377,5 @@ class DiskTier:
                     _logger.warning("no more KV blocks go to disk: %s", error.strerror)
                     return
                 finally:
-                    self._tell_changes()
+                    self._report_changes()
             self._saved[blocks] = writes[part]

@@ -1,14 +1,17 @@
-"""Chooses the drafts that a pass verifies: the drafts that are expected to raise the tokens per second.
+"""Speculative decoding: chooses which guessed tokens (drafts) one run of the model (a pass) verifies.
 
-A pass of n rows gives n tokens, plus the correct drafts of each row. The k-th draft of a row is correct only if all
-drafts before it are. This has the probability p ** k, where p is the acceptance rate of the draft's kind, estimated
-from recent drafts of the row and from all rows. Each draft lengthens the pass, by a cost that the worker measured at
-its start. The most probable drafts are taken until a further one would lower the tokens per second.
+The chosen drafts give the most tokens per second:
+
+- A pass of n rows gives n tokens, plus the correct drafts of each row.
+- The k-th draft of a row is correct only if all drafts before it are. The probability is p ** k. The acceptance rate p
+  of the draft's kind is estimated from recent drafts of this row and of all rows.
+- Each draft lengthens the pass, by a cost that the worker measured at its start (`pass_times`).
+- Drafts are added, the most probable first, until a further draft would lower the tokens per second.
 
 A row whose drafts are not verified gives no new evidence. Therefore its next guess is compared with the token that it
 samples (a "look"). Looks become rarer while the row's drafts do not pay, and have a time budget: a small share of the
-time of passes, plus a part of the time that drafts saved lately. Any number of rows without paying drafts thus costs
-nearly as little as without speculation.
+time of passes, plus a part of the time that drafts saved lately. So speculation costs nearly nothing while no drafts
+pay, whatever the number of rows.
 
 All ranks choose alike, from sampled tokens and measurements: with several ranks a step is one pass, and the time of
 passes is measured at the start only.
@@ -71,7 +74,7 @@ class DraftChoice(Protocol):
         marks the first pass of a step, and `left_s` is the rest of the step's time."""
         ...
 
-    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def are_due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
         """Which of these rows need a guess in the current pass."""
         ...
 
@@ -88,7 +91,7 @@ class DraftChoice(Protocol):
         The draft model must first compute `num_missing` tokens, at least one per row."""
         ...
 
-    def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
+    def record_outcomes(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
         """Records that the first `num_right` of the `num_checked` tokens of each guess were sampled, in order."""
         ...
 
@@ -122,14 +125,14 @@ class PayingDrafts:
         self._num_passes += 1
         self._left_s = left_s
         if num_rows != self._num_rows or self._num_passes % _MAX_PERIOD == 0:
-            self._note_pass(num_rows)
-        self._earn(self._share_s)
+            self._update_estimates(num_rows)
+        self._add_to_budget(self._share_s)
         self._may_look = self._budget_s > 0 and (self._was_first or not is_first)
         self._model_budget_s += self._share_s
         self._was_first = is_first
         return self._may_pay and (self._may_look or self._any_pays) and self._due_from <= self._num_passes
 
-    def due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
+    def are_due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
         due_at = self._due_at[rows]
         is_due = due_at <= self._num_passes
         if not is_due.any():
@@ -137,7 +140,7 @@ class PayingDrafts:
         return is_due if self._may_look else is_due & self._pays[rows]
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
-        self._put_off(np.array(rows), np.array(max_periods))
+        self._postpone(np.array(rows), np.array(max_periods))
 
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
         counts, _ = self._best(guesses, num_rows, self._model_costs)
@@ -152,12 +155,12 @@ class PayingDrafts:
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
         rows = guesses.rows
         counts, saved_s = self._best(guesses, num_rows)
-        self._earn(_SHARE_OF_SAVED * saved_s)
+        self._add_to_budget(_SHARE_OF_SAVED * saved_s)
         paying = rows[counts > 0]
         self._periods[paying], self._pays[paying] = 1, True
         self._any_pays = self._any_pays or len(paying) > 0
         if not counts.all():
-            self._put_off(rows[counts == 0], _MAX_PERIOD)
+            self._postpone(rows[counts == 0], _MAX_PERIOD)
         return counts
 
     def _best(
@@ -192,7 +195,7 @@ class PayingDrafts:
             saved_s = float(costs[best] * (rates[best] / rates[0] - 1))
         return taken.reshape(gains.shape).sum(1), saved_s
 
-    def saw(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
+    def record_outcomes(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
         rows, kinds = guesses.rows, guesses.kinds
         # Drafts after an incorrect one are no evidence.
         num_shown = np.minimum(num_right + 1, num_checked)
@@ -204,7 +207,7 @@ class PayingDrafts:
             self._right_of_all[is_full] /= 2
             self._checked_of_all[is_full] /= 2
 
-    def _note_pass(self, num_rows: int) -> None:
+    def _update_estimates(self, num_rows: int) -> None:
         """Estimates the time of a pass with `num_rows` rows, and from it the budget and the period of looks."""
         counts = np.arange(_MAX_OF_ROW * num_rows + 1)
         seconds = self._times.with_drafts(num_rows, counts, num_rows)
@@ -216,7 +219,7 @@ class PayingDrafts:
         needed = all_rows_s / self._share_s
         self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
 
-    def _put_off(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
+    def _postpone(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
         self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * len(rows)
         before = self._periods[rows]
         periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), self._max_period))
@@ -225,6 +228,6 @@ class PayingDrafts:
         self._due_at[rows] = due_at = (self._num_passes // periods + 1) * periods
         self._due_from = min(self._due_from, int(due_at.min()))
 
-    def _earn(self, seconds: float) -> None:
+    def _add_to_budget(self, seconds: float) -> None:
         """Adds to the budget for looks."""
         self._budget_s = min(self._budget_s + seconds, self._max_budget_s)

@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary, which guesses the next tokens of the model.
+"""Speculative decoding: a small draft model of the same vocabulary guesses the next tokens of the served model.
 
 Its layers are further layers of the pool, under the same block ids, so that its keys and values go where the model's
 go: copies of blocks, swaps, seals, files and moves need no extra code. It computes prompts after the model, in the same
@@ -54,7 +54,7 @@ class DraftModel:
         self._num_known = np.full(len(self._token_ids), _NOT_BEGUN, np.int64)
         self._is_declined = np.zeros(len(self._token_ids), np.bool_)
 
-    def apply(self, changes: RowChanges) -> None:
+    def apply_row_changes(self, changes: RowChanges) -> None:
         """The changes of a step, which `Rows` has."""
         if changes.are_none:
             return
@@ -67,7 +67,7 @@ class DraftModel:
 
     def follow(self, batch: Batch) -> None:
         """Computes the prompt tokens of a batch, which the model has computed."""
-        self._begin(batch.rows, batch.num_computed_tokens)
+        self._enter_new_rows(batch.rows, batch.num_computed_tokens)
         num_prompt = self._rows.sampling.num_prompt_tokens[batch.rows]
         of_prompts = (batch.num_new_tokens > 1) | (batch.num_computed_tokens < num_prompt)
         if of_prompts.any():
@@ -83,7 +83,7 @@ class DraftModel:
         rows, lengths, counts = (each[counts > 0] for each in (rows, lengths, counts))
         if not len(rows):
             return
-        self._begin(rows, lengths - 1)
+        self._enter_new_rows(rows, lengths - 1)
         new = lengths - self._num_known[rows]
         if new.max() > _MAX_BESIDE or new.sum() > self._max_decodes:
             self._catch_up(rows, lengths - 1)
@@ -99,13 +99,13 @@ class DraftModel:
             self._draw(rows, logits, lengths + place)
             self._num_known[rows] = lengths + place
 
-    def keep(self, rows: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
+    def record_lengths(self, rows: NDArray[np.integer], lengths: NDArray[np.int64]) -> None:
         """Records the lengths of these rows after a pass. The last token of each was drawn, not guessed."""
         self._num_known[rows] = np.minimum(self._num_known[rows], lengths - 1)
 
     def end_step(self, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
         """Completes the full blocks of rows that may pay."""
-        self._begin(rows, lengths - 1)
+        self._enter_new_rows(rows, lengths - 1)
         is_behind = self._num_known[rows] < (lengths - 1) // self._block_size * self._block_size
         chosen = is_behind & ~self._is_declined[rows]
         if chosen.any():
@@ -127,7 +127,7 @@ class DraftModel:
         _logger.info("the draft model takes %.2f ms for a row, %.2f for %d", *(1e3 * np.array(seconds)), counts[1])
         return PassCosts(counts, (seconds[0], max(seconds)), context_s)
 
-    def _begin(self, rows: NDArray[np.integer], num_computed: NDArray[np.integer]) -> None:
+    def _enter_new_rows(self, rows: NDArray[np.integer], num_computed: NDArray[np.integer]) -> None:
         """Rows that are new: full blocks that they found have all, of the last one nothing may be there."""
         is_new = self._num_known[rows] == _NOT_BEGUN
         if is_new.any():

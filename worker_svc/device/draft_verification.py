@@ -1,6 +1,8 @@
-"""Several tokens a step: drafted tokens of decoding rows are verified as further rows of one token over the same block
-table, so that each is computed bitwise as in a plain decode. The CPU library recognizes the rows of a sequence by their
-tables and lengths if they are consecutive in the batch, and reads keys and values once for all.
+"""Speculative decoding: verifies guessed tokens (drafts) of decoding rows, so that a step gives several tokens a row.
+
+Drafts are verified as further rows of one token over the same block table, so that each is computed bitwise as in a
+plain decode. The CPU library recognizes the rows of a sequence by their tables and lengths if they are consecutive in
+the batch, and reads keys and values once for all.
 
 At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
 to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
@@ -158,19 +160,19 @@ class Drafts:
         self._num_tokens[rows] += 1
         self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
-    def end(self, rows: Int32Array) -> None:
+    def release_rows(self, rows: Int32Array) -> None:
         """These rows are released. To be called before other sequences get them."""
         if self._drafter is None:
             return
         for row in rows.tolist():
             if scope := self._scopes.pop(row, b""):
                 text = RowText(self._token_ids[row, : self._num_tokens[row]], scope=scope)
-                self._drafter.ended(text, int(self._rows.sampling.num_prompt_tokens[row]))
+                self._drafter.add_output(text, int(self._rows.sampling.num_prompt_tokens[row]))
 
-    def apply(self, changes: RowChanges) -> None:
+    def apply_row_changes(self, changes: RowChanges) -> None:
         """The changes of a step, which `Rows` has."""
         if self._model is not None:
-            self._model.apply(changes)
+            self._model.apply_row_changes(changes)
         self._changed = {*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()}
         self._changed.update(each.row for each in changes.set_tokens)
         for each in changes.assign:
@@ -214,7 +216,7 @@ class Drafts:
         inputs = self._token_ids[rows, expanded.ends - 1][places]
         return DraftedBatch(expanded, places, within, inputs, num_drafts)
 
-    def keep(
+    def record_draws(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
     ) -> Kept | None:
         """Advances the rows of a pass by the drawn tokens. None if each sample has one token and none had drafts. In a
@@ -232,7 +234,7 @@ class Drafts:
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         if self._model is not None:
-            self._model.keep(samplers, self._num_tokens[samplers])
+            self._model.record_lengths(samplers, self._num_tokens[samplers])
         return kept
 
     def end_step(self, batch: Batch) -> None:
@@ -255,7 +257,7 @@ class Drafts:
         samplers = batch.samples[:, 0]
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
-        drafting = drafting[self.choice.due(samplers[drafting])] if len(drafting) else drafting
+        drafting = drafting[self.choice.are_due(samplers[drafting])] if len(drafting) else drafting
         if not len(drafting):
             return
         self.looked_in_vain = True
@@ -320,4 +322,4 @@ class Drafts:
             return
         num_drafts, samples = guessed.num_drafts[guessed.samples], guessed.samples
         num_right = np.where(num_drafts > 0, num_tokens[samples] - 1, firsts[samples] == guessed.first)
-        choice.saw(guessed.guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
+        choice.record_outcomes(guessed.guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))

@@ -1,4 +1,8 @@
-"""Predicts how long a pass takes, from measurements at the start and from the latest passes."""
+"""Predicts how long a pass (one run of the model) takes, with and without guessed tokens (drafts) to verify.
+
+The worker measures passes of 1, 2, 4 and more rows at its start (`PassCosts`). `PassTimes` multiplies these costs by
+factors that follow the latest passes.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,7 +82,9 @@ class PassTimes:
         assert self._costs is not None, "costs"
         return self._costs
 
-    def took(self, num_rows: int, seconds: float, num_drafts: NDArray[np.integer] = _NONE, *, is_first: bool) -> None:
+    def record_pass(
+        self, num_rows: int, seconds: float, num_drafts: NDArray[np.integer] = _NONE, *, is_first: bool
+    ) -> None:
         """Records that a pass with `num_rows` rows, some of them with drafts, took `seconds`."""
         self._latest_s = seconds
         if self._costs is None:

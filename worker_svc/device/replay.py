@@ -276,7 +276,7 @@ class RecordedDecodes:
         """The logits of all rows, [R, vocab] float32."""
         return self._model.finish(self._recorded(inputs))
 
-    def begin(self, block_tables: NDArray[np.int32], adapter_slots: NDArray[np.int64]) -> None:
+    def set_rows(self, block_tables: NDArray[np.int32], adapter_slots: NDArray[np.int64]) -> None:
         """The rows of the passes that `run` runs next.
 
         Args:

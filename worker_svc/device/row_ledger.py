@@ -1,4 +1,4 @@
-"""The content of the persistent batch's rows after the last accepted step; the event loop checks the next one by it.
+"""The ledger of the persistent batch: the content of each row after the last accepted step, to check the next step.
 
 It does not import torch: a worker listens, and refuses an address in use, before it imports that.
 """
@@ -113,7 +113,7 @@ class RowLedger:
             column[rows] += max_drafts
         self._drafted.append(_Drafted(step.step_id, rows, self._sequences[rows], max_drafts))
 
-    def finished(self, output: StepOutput) -> None:
+    def record_output(self, output: StepOutput) -> None:
         """The lengths of rows are known better. To be called for each step, in order."""
         if not self._drafted or self._drafted[0].step_id != output.step_id:
             return

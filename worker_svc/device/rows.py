@@ -47,7 +47,7 @@ class Rows:
         self.token_ids[row] = 0
         self.block_tables[row] = block
 
-    def apply(self, changes: RowChanges, max_forked: tuple[int, int] | None = None) -> None:
+    def apply_row_changes(self, changes: RowChanges, max_forked: tuple[int, int] | None = None) -> None:
         """Applies the changes of one step, which a `RowLedger` has checked.
 
         Args:

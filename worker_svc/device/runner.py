@@ -365,15 +365,15 @@ class ModelRunner:
         self._num_launched += 1
         self._seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
-        self._moves.apply(admitted)
+        self._moves.run(admitted)
         failpoint("worker.step.moved")
         if self._drafts is not None:
-            self._drafts.end(step.row_changes.release)
-        self._rows.apply(step.row_changes, admitted.max_forked)
+            self._drafts.release_rows(step.row_changes.release)
+        self._rows.apply_row_changes(step.row_changes, admitted.max_forked)
         stopwatch.mark()
 
         if self._drafts is not None:
-            self._drafts.apply(step.row_changes)
+            self._drafts.apply_row_changes(step.row_changes)
             self._drafts.begin_pass(batch, self._multi_step_s, is_first=True)
         ran, copy = self._run(batch, step.row_changes, stopwatch)
         if batch.max_passes > 1 and len(passes := self._run_on(batch, ran, stopwatch)) > 1:
@@ -399,7 +399,7 @@ class ModelRunner:
     def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
         """Runs the first pass of a batch of decodes, and further passes while they fit the time."""
         passes, elapsed_s, num_rows = [first], stopwatch.elapsed_s, len(batch.rows)
-        self._pass_times.took(num_rows, elapsed_s, first.num_drafts, is_first=True)
+        self._pass_times.record_pass(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
         # Their newest tokens before the step.
         samplers, kept = batch.samples[:, 0], first.kept
@@ -419,7 +419,7 @@ class ModelRunner:
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
             if self._drafts is None or not self._drafts.looked_in_vain:
                 # The time of the look for guesses is no part of a pass without drafts.
-                self._pass_times.took(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
+                self._pass_times.record_pass(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 
     def _num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -486,7 +486,7 @@ class ModelRunner:
         masks_made = None
         if self._matchers is not None:
             inputs = None if drafted is None else drafted.inputs
-            masks_made = self._matchers.begin(changes, samples.rows, inputs)
+            masks_made = self._matchers.start_masks(changes, samples.rows, inputs)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and lone is None and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
@@ -517,7 +517,7 @@ class ModelRunner:
             drawn = self._draw(logits, samples, columns)
         kept = None
         if self._drafts is not None and drafted is not None:
-            kept = self._drafts.keep(asked, drafted, drawn, columns, is_first=stopwatch is not None)
+            kept = self._drafts.record_draws(asked, drafted, drawn, columns, is_first=stopwatch is not None)
         if kept is not None and logits is not None:
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
             if (columns.wants_logprobs | (columns.num_candidates > 0)).any():
@@ -528,7 +528,7 @@ class ModelRunner:
         values = StepValues(drawn.token_ids, drawn.is_finite, finite, logprobs, candidates, prompt_logprobs)
         copy = self._copied(values)
         if self._matchers is not None and masks_made is not None:
-            self._matchers.drew(rows, copy.token_ids)
+            self._matchers.record_draws(rows, copy.token_ids)
         return _Pass(batch, rows, columns, drawn, kept, prompts), copy
 
     def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None) -> torch.Tensor:

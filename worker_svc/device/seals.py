@@ -1,4 +1,4 @@
-"""The inventory of the GPU pool's final blocks and their hashes. It imports no torch, for processes without a model."""
+"""The inventory of sealed blocks: blocks of the KV pool whose content is final, with their hashes. Needs no torch."""
 
 import threading
 from typing import Protocol, Self

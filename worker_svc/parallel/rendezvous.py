@@ -1,4 +1,4 @@
-"""How the ranks of a model find each other by torch.distributed, and how each notices that another one ended.
+"""Ranks of a model find each other by torch.distributed, and each notices when another one ends.
 
 A rank that loses another one cannot go on, and its results cannot be trusted: it ends its process at once. The
 supervisor starts it again, and the ranks begin a new rendezvous.
@@ -293,7 +293,7 @@ class Lifelines:
             if first_word == _GOODBYE:
                 self._leave(f"rank {rank} shut down")
             elif first_word == _TAKEN:
-                self._hold(connection, rank)
+                self._wait_for_end(connection, rank)
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         with listener:
@@ -308,9 +308,9 @@ class Lifelines:
             self._connections.append(connection)
             with suppress(OSError):
                 connection.sendall(_TAKEN)
-            self._hold(connection, 0)
+            self._wait_for_end(connection, 0)
 
-    def _hold(self, connection: socket.socket, rank: int) -> None:
+    def _wait_for_end(self, connection: socket.socket, rank: int) -> None:
         connection.settimeout(None)
         try:
             last_word = connection.recv(1)

@@ -61,7 +61,7 @@ from worker_svc.protocol.step_messages import (
     tier_messages,
 )
 from worker_svc.protocol.tracing import PrefillSpans
-from worker_svc.protocol.transfers import Tell, Transfers
+from worker_svc.protocol.transfers import OnFetched, Transfers
 from worker_svc.step import (
     AdapterLoaded,
     AdmittedStep,
@@ -154,7 +154,7 @@ class Worker:
         self,
         epoch: int,
         on_superseded: Callable[[QuireError], None],
-        on_fetched: Tell = lambda lease, is_done: None,
+        on_fetched: OnFetched = lambda lease, is_done: None,
     ) -> Session:
         """Gives the worker to a scheduler: the previous session ends, all rows are released, and blocks that move for
         it get no seal any more.
@@ -172,20 +172,20 @@ class Worker:
         self._session, self._supersede = session, on_superseded
         self._ledger.reset()
         if self.transfers is not None:
-            self.transfers.attached(on_fetched)
-        self._end_reads()
+            self.transfers.begin_session(on_fetched)
+        self._cancel_reads()
         return session
 
-    def leave(self, session: Session) -> None:
+    def detach(self, session: Session) -> None:
         """Ends a session, whose scheduler gets no further messages. Idempotent, also if another one has begun."""
         session.end()
         if self._session is session:
             self._session = self._supersede = None
             if self.transfers is not None:
-                self.transfers.left()
-            self._end_reads()
+                self.transfers.end_session()
+            self._cancel_reads()
 
-    def _end_reads(self) -> None:
+    def _cancel_reads(self) -> None:
         """Cancels the reads of adapters, which no caller waits for any more."""
         for slot in list(self._reads):
             self._reads.pop(slot).cancel()
@@ -262,7 +262,7 @@ class Worker:
                 stopping.clear()
             raise
         finally:
-            self.leave(session)
+            self.detach(session)
 
     def prepare(self, row_sampling: bytes, on_done: Callable[[], object]) -> None:
         """Compiles the constraint of a row to come; then calls `on_done`, in any thread, whether it could or not."""
@@ -320,9 +320,9 @@ class Worker:
         """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
         return self._ledger.admit(step)
 
-    def finished(self, output: StepOutput) -> None:
+    def record_output(self, output: StepOutput) -> None:
         """A step of the present session is over."""
-        self._ledger.finished(output)
+        self._ledger.record_output(output)
 
     def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
         """Queues an admitted step."""
@@ -352,7 +352,7 @@ class StepStream:
         self._beside: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._session = worker.attach(epoch, self._outgoing.put_nowait, self._tell_fetched)
+        self._session = worker.attach(epoch, self._outgoing.put_nowait, self._send_fetched)
         self._post = post = asyncio.get_running_loop().call_soon_threadsafe
         self._answer = result_message if worker.info.rank == 0 else acknowledgement
         self._lane = StepLane(
@@ -371,7 +371,7 @@ class StepStream:
             self._metrics.attached()
             yield attached_message(session.epoch, self._worker.info, sealed)
             if self._worker.disk is not None:
-                self._worker.disk.follow(self._tell_tier)
+                self._worker.disk.follow(self._send_tier_changes)
             tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._send_heartbeats())]
             while not isinstance(item := await self._outgoing.get(), _End):
                 if isinstance(item, QuireError):
@@ -385,8 +385,8 @@ class StepStream:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if self._worker.disk is not None:
-                self._worker.disk.unfollow(self._tell_tier)
-            self._worker.leave(session)
+                self._worker.disk.unfollow(self._send_tier_changes)
+            self._worker.detach(session)
             _logger.info("epoch %d ended after step %d", session.epoch, session.last_finished_step_id)
 
     async def _read(self, requests: AsyncIterator[RunRequest]) -> None:
@@ -402,7 +402,7 @@ class StepStream:
                 elif request.HasField("load_adapter"):
                     self._start_loading(self._worker.decoder.load_adapter(request.load_adapter))
                 else:
-                    self._take(step_of(request))
+                    self._queue_step(step_of(request))
         except QuireError as error:
             end = error
         except Exception as error:
@@ -411,18 +411,18 @@ class StepStream:
         await self._idle.wait()
         self._outgoing.put_nowait(end)
 
-    def _tell_tier(self, changes: Sequence[tuple[int, bytes | None]]) -> None:
+    def _send_tier_changes(self, changes: Sequence[tuple[int, bytes | None]]) -> None:
         for message in tier_messages(changes):
-            self._put(message)
+            self._send(message)
 
-    def _put(self, message: RunResponse) -> None:
+    def _send(self, message: RunResponse) -> None:
         """Sends a message; for other threads."""
         # The loop may be closed by then: this process ends.
         with suppress(RuntimeError):
             self._post(self._outgoing.put_nowait, message)
 
     def _start_preparing(self, message: PrepareConstraint) -> None:
-        self._worker.prepare(message.row_sampling, lambda: self._put(prepared_message(message.number)))
+        self._worker.prepare(message.row_sampling, lambda: self._send(prepared_message(message.number)))
 
     def _start_loading(self, load: LoadAdapter) -> None:
         loading = self._worker.load_adapter(load)
@@ -439,7 +439,7 @@ class StepStream:
             raise invalid_field("message", "moves blocks, and this worker has no kv_namespace")
         return self._worker.transfers
 
-    def _tell_fetched(self, lease: bytes, is_done: bool) -> None:
+    def _send_fetched(self, lease: bytes, is_done: bool) -> None:
         self._outgoing.put_nowait(fetched_message(lease, is_done=is_done))
 
     def _start_moving(self, message: MoveBlocks) -> None:
@@ -456,7 +456,7 @@ class StepStream:
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
-    def _take(self, message: StepRequest) -> None:
+    def _queue_step(self, message: StepRequest) -> None:
         """Queues the next step when it is valid."""
         self._session.check(step_header(message))
         admitted = self._worker.admit(self._worker.decoder.decode(message))
@@ -471,7 +471,7 @@ class StepStream:
     def _finish(self, output: StepOutput) -> None:
         self._session.finish(output.step_id)
         if not self._session.ended:
-            self._worker.finished(output)
+            self._worker.record_output(output)
         self._spans.step_ends(output)
         self._metrics.step_finished(output)
         self._outgoing.put_nowait(self._answer(output))
@@ -572,7 +572,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         transfers = self._worker().transfers
         if transfers is None:
             raise NotFound("the blocks of this worker go nowhere", reason="LEASE_UNKNOWN")
-        async with aclosing(transfers.fetched(request)) as responses:
+        async with aclosing(transfers.serve_fetch(request)) as responses:
             async for response in responses:
                 yield response
 

@@ -53,9 +53,9 @@ class PrefillSpans:
         if self._tracer is None or not (self._open or traced):
             return
         for row in step.row_changes.release.tolist():
-            self._end(row, "released")
+            self._end_span(row, "released")
         for row, traceparent in traced.items():
-            self._end(row, "released")
+            self._end_span(row, "released")
             span = self._tracer.start(_NAME, TraceContext(traceparent), {"quire.rank": self._rank})
             self._open[row] = _Prefill(span)
         batch, sampling = step.batch, set(step.batch.samples[:, 0].tolist())
@@ -72,14 +72,14 @@ class PrefillSpans:
             chunk.prefill.num_tokens += chunk.num_tokens
             chunk.prefill.in_model_us += output.timings.model_us
             if chunk.samples and self._open.get(chunk.row) is chunk.prefill:
-                self._end(chunk.row, "sampled")
+                self._end_span(chunk.row, "sampled")
 
     def close(self) -> None:
         """Ends the spans of all rows with the stream."""
         for row in list(self._open):
-            self._end(row, "stream ended")
+            self._end_span(row, "stream ended")
 
-    def _end(self, row: int, outcome: str) -> None:
+    def _end_span(self, row: int, outcome: str) -> None:
         prefill = self._open.pop(row, None)
         if prefill is None:
             return

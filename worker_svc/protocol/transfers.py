@@ -48,7 +48,7 @@ _MESSAGE_BYTES = 1 << 19
 _READ_AT_ONCE = 16
 _OFFER_WAIT_S = 1.0
 """A fetch may come before the offer that it is about, which takes another way."""
-_TOLD_EVERY_S = 0.5
+_REPORT_INTERVAL_S = 0.5
 T = TypeVar("T")
 _logger = logging.getLogger(__name__)
 
@@ -76,12 +76,12 @@ class Move:
     timeout_s: float
 
 
-Tell = Callable[[bytes, bool], object]
+OnFetched = Callable[[bytes, bool], object]
 """Called when blocks of a lease were fetched, with whether this call is over and no other one fetches from the
 lease."""
 
 
-def _to_nobody(lease: bytes, is_done: bool) -> None:
+def _ignore(lease: bytes, is_done: bool) -> None:
     """No scheduler is attached."""
 
 
@@ -105,21 +105,21 @@ class Transfers:
         self._tier = tier
         self._offers: dict[bytes, _Offer] = {}
         self._news = asyncio.Event()
-        self._tell: Tell = _to_nobody
+        self._on_fetched: OnFetched = _ignore
         # Held while blocks are written, which only these moves may do.
         self._lock = threading.Lock()
         self._moving = set[Move]()
 
-    def attached(self, tell: Tell) -> None:
+    def begin_session(self, on_fetched: OnFetched) -> None:
         """Another scheduler has the worker: nothing is offered, and no move that began before writes any more."""
         with self._lock:
             self._moving.clear()
         self._offers.clear()
-        self._tell = tell
+        self._on_fetched = on_fetched
 
-    def left(self) -> None:
+    def end_session(self) -> None:
         """The scheduler is gone. Its offers can be fetched until another scheduler attaches."""
-        self._tell = _to_nobody
+        self._on_fetched = _ignore
 
     # Blocks that others fetch
 
@@ -136,7 +136,7 @@ class Transfers:
         self._news.set()
         self._news = asyncio.Event()
 
-    async def fetched(
+    async def serve_fetch(
         self, request: worker_pb2.FetchBlocksRequest
     ) -> AsyncGenerator[worker_pb2.FetchBlocksResponse, None]:
         """Serves one call of FetchBlocks."""
@@ -145,7 +145,7 @@ class Transfers:
         names = [request.hashes[start : start + HASH_BYTES] for start in range(0, len(request.hashes), HASH_BYTES)]
         offer = await self._offer_of(request.lease)
         offer.num_calls += 1
-        told_at = clock.monotonic()
+        reported_at = clock.monotonic()
         try:
             writes = await asyncio.shield(asyncio.wrap_future(offer.writes))
             pairs = [(index, offer.index_of[name]) for index, name in enumerate(names) if name in offer.index_of]
@@ -155,14 +155,16 @@ class Transfers:
                 failpoint("worker.fetch.before_write")
                 yield response
                 self._count("sent", len(response.content))
-                if (now := clock.monotonic()) - told_at >= _TOLD_EVERY_S and self._offers.get(request.lease) is offer:
-                    told_at, offer.expires_at = now, now + offer.lease_s
-                    self._tell(request.lease, False)
+                if (now := clock.monotonic()) - reported_at >= _REPORT_INTERVAL_S and self._offers.get(
+                    request.lease
+                ) is offer:
+                    reported_at, offer.expires_at = now, now + offer.lease_s
+                    self._on_fetched(request.lease, False)
         finally:
             offer.num_calls -= 1
             if not offer.num_calls and self._offers.get(request.lease) is offer:
                 del self._offers[request.lease]
-                self._tell(request.lease, True)
+                self._on_fetched(request.lease, True)
 
     async def _offer_of(self, lease: bytes) -> _Offer:
         """Waits for the offer under a lease. Raises NotFound if there is none soon."""
@@ -182,7 +184,7 @@ class Transfers:
             for lease in [lease for lease, each in self._offers.items() if not each.num_calls]:
                 if self._offers[lease].expires_at <= now:
                     del self._offers[lease]
-            await asyncio.sleep(_TOLD_EVERY_S / 10)
+            await asyncio.sleep(_REPORT_INTERVAL_S / 10)
 
     def _read(self, part: Sequence[tuple[int, int, int]]) -> worker_pb2.FetchBlocksResponse:
         """Runs in a thread. Blocks that were written since they were offered are left out."""
@@ -228,7 +230,7 @@ class Transfers:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
             indices = np.array(sorted(came), np.int64)
-            self._end(move, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
+            self._end_transfer(move, SealedBlocks(move.block_ids[indices], move.hashes[indices]))
         failed = [index for index in range(len(move.block_ids)) if index not in came]
         if failed:
             if move.source is not None:
@@ -248,7 +250,7 @@ class Transfers:
         if source.kv_namespace != self._info.kv_namespace or len(source.endpoints) != self._info.world_size:
             raise ConfigurationError("the blocks are of another kind")
         if len(move.block_ids):
-            await self._begin(move)
+            await self._begin_transfer(move)
         request = worker_pb2.FetchBlocksRequest(
             kv_namespace=source.kv_namespace, lease=source.lease, hashes=move.hashes.tobytes()
         )
@@ -257,8 +259,8 @@ class Transfers:
             call: Any = worker_pb2_grpc.WorkerServiceStub(channel).FetchBlocks(request)
             try:
                 async for response in call:
-                    keep = partial(self._keep, move, response)
-                    came.update(await asyncio.get_running_loop().run_in_executor(None, keep))
+                    write = partial(self._write_received, move, response)
+                    came.update(await asyncio.get_running_loop().run_in_executor(None, write))
                     failpoint("worker.move.written")
             except grpc.aio.AioRpcError as error:
                 raise ConnectionError(f"{error.code().name}: {error.details()}") from error
@@ -268,12 +270,12 @@ class Transfers:
     async def _fetch_from_tier(self, move: Move, came: set[int]) -> None:
         if (tier := self._tier) is None:
             raise ConfigurationError("this worker has no tier")
-        await self._begin(move)
+        await self._begin_transfer(move)
         for part in _parts(range(len(move.hashes)), _READ_AT_ONCE):
             came.update(await asyncio.wrap_future(tier.submit(partial(self._copy, move, tier, part))))
             failpoint("worker.move.written")
 
-    async def _begin(self, move: Move) -> None:
+    async def _begin_transfer(self, move: Move) -> None:
         """Waits until all earlier steps are finished."""
 
         def begin() -> None:
@@ -298,7 +300,7 @@ class Transfers:
             self._check(move)
             self._store.write(move.block_ids[indices], contents)
 
-    def _keep(self, move: Move, response: worker_pb2.FetchBlocksResponse) -> list[int]:
+    def _write_received(self, move: Move, response: worker_pb2.FetchBlocksResponse) -> list[int]:
         """Runs in a thread: writes the blocks of one message that are whole, and returns their indices."""
         count, size = len(move.block_ids), self._store.block_bytes
         indices = decode_int32(response.indices, "indices", minimum=0, below=count)
@@ -311,7 +313,7 @@ class Transfers:
         self._count("received", int(is_whole.sum()) * size)
         return indices[is_whole].tolist()
 
-    def _end(self, move: Move, sealed: SealedBlocks) -> None:
+    def _end_transfer(self, move: Move, sealed: SealedBlocks) -> None:
         """Whatever comes from now on is not written."""
         with self._lock:
             if move in self._moving and len(sealed.block_ids):

@@ -4,8 +4,8 @@ The state of a matcher is a function of its row's output. It is made from the to
 advances by the tokens that the row samples, is copied when the row forks, and is made again when tokens are replaced.
 So a replayed, preempted or resumed row gets the same masks as an undisturbed one.
 
-A thread computes the masks while the model runs: `begin` starts it before the forward pass, and the returned `Masks`
-are used after it. Rows without a constraint have no cost.
+A thread computes the masks while the model runs: `start_masks` starts it before the forward pass, and the returned
+`Masks` are used after it. Rows without a constraint have no cost.
 """
 
 import os
@@ -69,7 +69,7 @@ class Masks:
         for place, error in self.errors.items():
             columns.refuse(np.array([place]), error)
 
-    def apply(self, logits: Tensor) -> None:
+    def exclude_tokens(self, logits: Tensor) -> None:
         """Sets the logits of excluded tokens to -infinity. `logits` is [s, vocab]."""
         width = logits.shape[1]
         if not len(self.places):
@@ -301,7 +301,7 @@ class RowMatchers:
         self._error: Exception | None = None
         self._constrained: set[int] = set()
 
-    def begin(
+    def start_masks(
         self, changes: RowChanges, samplers: Int32Array, inputs: Int32Array | None = None
     ) -> "Future[Masks] | None":
         """Applies the changes of a step and starts to compute the masks of the rows that sample in it.
@@ -333,7 +333,7 @@ class RowMatchers:
         held = {row: each for row in rows if (each := self._rows.get(row)) is not None and each.draws}
         return {row: forced for row, each in held.items() if (forced := each.forced())}
 
-    def drew(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
+    def record_draws(self, samplers: Int32Array, token_ids: DrawnTokens) -> None:
         """Passes the sampled tokens of the step of the last `begin`. Call it only if that returned masks."""
         self._thread.submit(self._follow_or_fail, self._append, samplers, token_ids)
 

@@ -1,4 +1,4 @@
-"""Drafters: guess the next tokens of a row, which a step then verifies.
+"""Speculative decoding: drafters guess the next tokens of a row, which a step then verifies.
 
 A drafter is a function of the row's tokens, so that all ranks draft alike. Its guesses change how many tokens a step
 gives, but never the tokens: a draft counts only if the row samples that very token.
@@ -198,7 +198,7 @@ class Drafter(Protocol):
         """Returns at most `max_drafts` tokens of the vocabulary that may follow the text."""
         ...
 
-    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+    def add_output(self, text: RowText, num_prompt_tokens: int) -> None:
         """The row ends with this text, or is preempted."""
 
 
@@ -285,7 +285,7 @@ class SharedDrafter(Drafter):
         following = following[: int((following != _BETWEEN).cumprod().sum())]
         return Draft(following, _SHARED + num_matched - _MIN_SHARED_MATCH)
 
-    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+    def add_output(self, text: RowText, num_prompt_tokens: int) -> None:
         if not text.scope or len(text.token_ids) == num_prompt_tokens:
             return
         # The least recently used scope is the first.
@@ -308,9 +308,9 @@ class Drafters(Drafter):
                 return draft
         return NO_DRAFT
 
-    def ended(self, text: RowText, num_prompt_tokens: int) -> None:
+    def add_output(self, text: RowText, num_prompt_tokens: int) -> None:
         for drafter in self._drafters:
-            drafter.ended(text, num_prompt_tokens)
+            drafter.add_output(text, num_prompt_tokens)
 
 
 KINDS = {

@@ -64,7 +64,7 @@ def apply_logit_rules(logits: Tensor, columns: SamplingColumns, history: History
         index = to_device(reporting, logits.device)
         logits.index_copy_(0, index, logits[index].log_softmax(dim=1))
     if masks is not None:
-        masks.apply(logits)
+        masks.exclude_tokens(logits)
     ruled = [RuledRow(place, columns.rules[place]) for place in places.tolist()]
     _keep_allowed(logits, [each for each in ruled if len(each.rules.allowed_token_ids)])
     _add_bias(logits, ruled, history)

@@ -1,4 +1,4 @@
-"""How each row samples: from the messages of gateway and scheduler to columns on the host.
+"""The sampling parameters of all rows, as columns on the host, read from the messages of gateway and scheduler.
 
 A new parameter is checked in `SamplingReader.read` and gets a column here, or a field of `LogitRules`.
 """

@@ -31,7 +31,7 @@ from gateway.api.responses.background_store import (
     no_background,
 )
 from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.write import ResponseShaper, error_event, output_so_far
+from gateway.api.responses.write_response import ResponseShaper, error_event, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.leased_table import NotOwnerError

@@ -76,9 +76,9 @@ def make_deployment(num_replicas: int) -> Deployment:
     deployment = Deployment()
     addresses = [f"unix:/tmp/quire-{index}/scheduler.sock" for index in range(num_replicas)]
     replicas = [{"address": each, "connected": True, "ready": True, "problem": None} for each in addresses]
-    deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
+    deployment.add_event("gateway", {"model": "m", "version": "1", "replicas": replicas})
     for address in addresses[: max(1, num_replicas - 1)]:
-        deployment.take("frame", frame_object(address, make_frame(1.0, 0)))
+        deployment.add_event("frame", frame_object(address, make_frame(1.0, 0)))
     return deployment
 
 
@@ -130,7 +130,7 @@ def test_the_charts_of_ten_minutes_fit_a_terminal_of_80_columns_and_24_lines() -
     names = ("generated", "computed", "ttft50", "running", "waiting", "swapped", "rows", "used", "preemptions")
     samples = [{"at": 2.0 * index, "down": False, **dict.fromkeys(names, 0.5)} for index in range(300)]
     deployment.replicas[address].samples.clear()
-    deployment.take("history", {"replica": address, "samples": samples})
+    deployment.add_event("history", {"replica": address, "samples": samples})
     lines = drawn(deployment, 80, 24)
     charts = [line for line in lines if "█" * 50 in line]
     assert [line.split("  ")[0] for line in charts] == [
@@ -152,7 +152,7 @@ def test_replicas_that_the_gateway_no_longer_has_are_not_shown() -> None:
     deployment = Deployment()
     for address in ("unix:/tmp/a", "unix:/tmp/b"):
         replicas = [{"address": address, "connected": True, "ready": True, "problem": None}]
-        deployment.take("gateway", {"model": "m", "version": "1", "replicas": replicas})
+        deployment.add_event("gateway", {"model": "m", "version": "1", "replicas": replicas})
         assert list(deployment.replicas) == [address]
 
 

@@ -450,7 +450,7 @@ class _SimThread(JobThread[Any]):
             self._node.run_job(lambda: self._do(job), self._seconds_of(job))
 
     def _do(self, job: Any) -> None:
-        earlier = self._take(job)
+        earlier = self._start_job(job)
         if earlier is None:
             self._current = None
             self._next()
@@ -479,9 +479,9 @@ class SimDeviceLoop(DeviceLoop):
         self._launcher.put(call)
         return call.future
 
-    def _take(self, job: Any) -> "Future[None] | None":
+    def _start_job(self, job: Any) -> "Future[None] | None":
         try:
-            return super()._take(job)
+            return super()._start_job(job)
         except Undecided as undecided:
             return undecided.wait
 

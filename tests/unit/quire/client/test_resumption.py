@@ -150,7 +150,7 @@ def test_a_stream_that_is_lost_again_before_its_first_token_has_its_whole_time_a
     for _ in range(5):
         go_on(resumption, LOST)
         gateway.now += 25
-        resumption.found()
+        resumption.record_accepted()
     go_on(resumption, LOST)
     gateway.now += 25
     go_on(resumption, UNKNOWN)

@@ -136,7 +136,7 @@ def run_steps(
     pool = make_pool()
     model, moves = Model(pool), BlockMoves(pool, compute, swaps)
     for planned in steps:
-        moves.apply(planned.admitted)
+        moves.run(planned.admitted)
         queue(lambda planned=planned: model.run(planned))
     return model.seen, pool
 

@@ -21,13 +21,13 @@ def guesses_of(rows: list[int], kind: int, num_tokens: int = 7, length: int = 0)
 def show(choice: PayingDrafts, guesses: Guesses, num_right: int, times: int) -> None:
     for _ in range(times):
         checked = np.maximum(guesses.num_tokens, 1)
-        choice.saw(guesses, checked, np.minimum(num_right, checked))
+        choice.record_outcomes(guesses, checked, np.minimum(num_right, checked))
 
 
 def due(choice: PayingDrafts, num_rows: int, *, is_first: bool = False) -> np.ndarray:
     """The rows that the next pass examines."""
     if choice.begin_pass(num_rows, 0.0, is_first=is_first):
-        return choice.due(np.arange(num_rows))
+        return choice.are_due(np.arange(num_rows))
     return np.zeros(num_rows, np.bool_)
 
 
@@ -75,7 +75,7 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
         if due(choice, 1)[0]:
             looks.append(number)
             assert choice.choose(guesses, 1).tolist() == [0]
-            choice.saw(guesses, np.array([1]), np.array([0]))
+            choice.record_outcomes(guesses, np.array([1]), np.array([0]))
     assert len(looks) < 15
     assert np.diff(looks).max() == np.diff(looks)[-1] == 32
     num_looks = 0
@@ -84,7 +84,7 @@ def test_a_row_that_does_not_pay_is_looked_at_less_and_less_until_its_guesses_ar
             num_looks += 1
             if choice.choose(guesses, 1)[0]:
                 break
-            choice.saw(guesses, np.array([1]), np.array([1]))
+            choice.record_outcomes(guesses, np.array([1]), np.array([1]))
     assert num_looks < 20
     assert due(choice, 1)[0]
 
@@ -156,7 +156,7 @@ def test_a_draft_model_that_is_wrong_takes_a_small_part_of_the_time_until_it_is_
         assert counts[0] <= 1
         if counts[0]:
             num_looks += 1
-            choice.saw(guesses_of([0], OF_MODEL, num_tokens=1), np.array([1]), np.array([0]))
+            choice.record_outcomes(guesses_of([0], OF_MODEL, num_tokens=1), np.array([1]), np.array([0]))
     assert 0 < num_looks * of_model_s < 0.01 * 2000 * pass_s
     show(choice, asked([0]), 7, 20)
     assert choice.plan(asked([0]), 1, 1)[0] > 3

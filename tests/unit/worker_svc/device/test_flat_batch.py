@@ -47,7 +47,7 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
     for _ in range(30):
         rows, sequences = make_rows(), random_sequences(generator)
         assign = [make_assign(row, tokens, table) for row, (tokens, table) in enumerate(sequences)]
-        rows.apply(make_changes(assign=assign))
+        rows.apply_row_changes(make_changes(assign=assign))
         chosen = generator.permutation(NUM_ROWS)[: int(generator.integers(1, NUM_ROWS + 1))].tolist()
         computed = [int(generator.integers(0, len(sequences[row][0]))) for row in chosen]
         new = [

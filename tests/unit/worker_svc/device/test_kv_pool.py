@@ -46,7 +46,7 @@ def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:
 
 
 def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
-    BlockMoves(pool, IN_ORDER, IN_ORDER).apply(AdmittedStep(make_step(operations=operations), int32(())))
+    BlockMoves(pool, IN_ORDER, IN_ORDER).run(AdmittedStep(make_step(operations=operations), int32(())))
 
 
 def resident_bytes() -> int:
@@ -160,7 +160,7 @@ def test_pools_and_rows_take_memory_only_as_they_are_used() -> None:
     assert not pool.gpu[0][:, -1].any()
     apply_moves(make_operations(swap_out=[(0, 0), (1, count - 1)]), pool)
     # All rows together have 272 MiB.
-    rows.apply(make_changes(assign=[make_assign(0, [1, 2, 3], [5])]))
+    rows.apply_row_changes(make_changes(assign=[make_assign(0, [1, 2, 3], [5])]))
     assert resident_bytes() - before < 64 << 20
 
 

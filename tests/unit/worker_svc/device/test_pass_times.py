@@ -12,44 +12,44 @@ TRUE = PassCosts([1, 2, 4, 8, 16, 32, 64], [2.0, 2.2, 2.5, 3.0, 4.0, 6.0, 10.0])
 
 def test_further_passes_say_what_the_next_takes_and_the_first_only_that_it_may_be_less() -> None:
     times = PassTimes(COSTS)
-    times.took(64, 40.0, is_first=True)
+    times.record_pass(64, 40.0, is_first=True)
     assert times.expected_s(64) == 10.0
     for _ in range(60):
-        times.took(64, 40.0, is_first=True)
-        times.took(64, 15.0, is_first=False)
+        times.record_pass(64, 40.0, is_first=True)
+        times.record_pass(64, 15.0, is_first=False)
     assert 14.0 < times.expected_s(64) < 15.0
     assert 2.8 < times.expected_s(1) < 3.0
-    times.took(1, 2.2, is_first=True)
+    times.record_pass(1, 2.2, is_first=True)
     assert 10.9 < times.expected_s(64) < 11.1
-    times.took(1, 20.0, is_first=False)
+    times.record_pass(1, 20.0, is_first=False)
     slow = times.expected_s(1)
     for _ in range(1000):
-        times.took(1, 20.0, is_first=True)
+        times.record_pass(1, 20.0, is_first=True)
     assert times.expected_s(1) == 2.0 < slow
     for _ in range(60):
-        times.took(64, 2.0, is_first=False)
+        times.record_pass(64, 2.0, is_first=False)
     assert 2.0 < times.expected_s(64) < 2.2
 
 
 def test_what_drafts_add_is_learned_and_tried_anew_where_they_seemed_to_cost_too_much() -> None:
     times = PassTimes(COSTS)
     for _ in range(60):
-        times.took(1, 2.0, is_first=False)
-        times.took(1, 6.0, ONE, is_first=False)
+        times.record_pass(1, 2.0, is_first=False)
+        times.record_pass(1, 6.0, ONE, is_first=False)
     assert times.expected_s(1) == 2.0
     assert times.expected_s(1, ONE) > 5.8 < 6.1
     assert times.with_drafts(1, np.array([0, 1]), 1).tolist() == [times.expected_s(1), times.expected_s(1, ONE)]
     # Some passes without drafts between passes with drafts change nothing.
     for _ in range(500):
-        times.took(1, 2.0, is_first=False)
+        times.record_pass(1, 2.0, is_first=False)
     assert times.expected_s(1, ONE) > 5.8
     for _ in range(20):
-        times.took(1, 2.0, is_first=False)
+        times.record_pass(1, 2.0, is_first=False)
     assert 2.2 < times.expected_s(1, ONE) < 2.3
     for _ in range(60):
-        times.took(1, 2.1, ONE, is_first=False)
+        times.record_pass(1, 2.1, ONE, is_first=False)
     for _ in range(1000):
-        times.took(1, 2.0, is_first=False)
+        times.record_pass(1, 2.0, is_first=False)
     assert times.expected_s(1, ONE) < 2.2
 
 
@@ -78,10 +78,10 @@ def test_a_start_that_was_three_times_too_slow_for_many_rows_is_corrected_by_a_f
     drafts = np.array([7])
     plain_s, drafted_s = TRUE.of(np.array([num_rows, num_rows + 7]))
     for _ in range(30):
-        times.took(num_rows, plain_s, is_first=False)
+        times.record_pass(num_rows, plain_s, is_first=False)
     for _ in range(16):
-        times.took(num_rows, plain_s, is_first=False)
-        times.took(num_rows, drafted_s, drafts, is_first=False)
+        times.record_pass(num_rows, plain_s, is_first=False)
+        times.record_pass(num_rows, drafted_s, drafts, is_first=False)
     assert times.expected_s(num_rows) == pytest.approx(plain_s, rel=0.05)
     assert times.expected_s(num_rows, drafts) == pytest.approx(drafted_s, rel=0.2)
 
@@ -90,12 +90,12 @@ def test_what_drafts_add_to_few_rows_says_nothing_of_many() -> None:
     times = PassTimes(COSTS)
     before = times.expected_s(64, ONE)
     for _ in range(20):
-        times.took(1, 6.0, ONE, is_first=False)
+        times.record_pass(1, 6.0, ONE, is_first=False)
     assert times.expected_s(64, ONE) == before
 
 
 def test_without_costs_the_times_takes_as_long_as_the_last() -> None:
     times = PassTimes()
     for seconds, is_first in ((3.0, True), (1.0, False)):
-        times.took(64, seconds, is_first=is_first)
+        times.record_pass(64, seconds, is_first=is_first)
         assert times.expected_s(64) == seconds

@@ -122,12 +122,12 @@ def test_a_step_that_contradicts_what_rows_hold_is_refused(step: Step, message: 
 
 def test_only_what_a_forked_row_holds_is_copied() -> None:
     ledger, rows = assigned_ledger(), make_rows()
-    rows.apply(make_changes(assign=[make_assign(0, PROMPT, TABLE), make_assign(1, [8], [12])]))
+    rows.apply_row_changes(make_changes(assign=[make_assign(0, PROMPT, TABLE), make_assign(1, [8], [12])]))
     rows.token_ids[0, 5:], rows.block_tables[0, 2:] = 99, 31
     ledger.admit(make_step(make_changes(assign=[make_assign(1, [8], [12])])))
     admitted = ledger.admit(make_step(make_changes(fork=[(0, 3), (1, 4)])))
     assert admitted.max_forked == (5, 2)
-    rows.apply(admitted.step.row_changes, admitted.max_forked)
+    rows.apply_row_changes(admitted.step.row_changes, admitted.max_forked)
     assert rows.token_ids[3].tolist() == [*PROMPT, *[0] * 36]
     assert rows.block_tables[3].tolist() == [*TABLE, *[0] * 8]
     assert (rows.token_ids[4, 0], rows.block_tables[4, 0]) == (8, 12)
@@ -245,9 +245,11 @@ def test_rows_of_an_adapter_that_was_replaced_are_computed_no_more() -> None:
 
 def test_a_forked_row_has_its_parents_adapter() -> None:
     rows = make_rows()
-    rows.apply(make_changes(assign=[make_assign(0, [1], [8], adapter_slot=4), make_assign(1, [4], [9])], fork=[(0, 3)]))
+    rows.apply_row_changes(
+        make_changes(assign=[make_assign(0, [1], [8], adapter_slot=4), make_assign(1, [4], [9])], fork=[(0, 3)])
+    )
     assert rows.adapter_slots[:4].tolist() == [5, 0, 0, 5]
-    rows.apply(make_changes(release=[0], assign=[make_assign(0, [1], [8])], fork=[(1, 3)]))
+    rows.apply_row_changes(make_changes(release=[0], assign=[make_assign(0, [1], [8])], fork=[(1, 3)]))
     assert rows.adapter_slots[:4].tolist() == [0, 0, 0, 0]
 
 
@@ -257,7 +259,7 @@ def make_rows() -> Rows:
 
 def test_row_changes_apply_in_order() -> None:
     rows = make_rows()
-    rows.apply(
+    rows.apply_row_changes(
         make_changes(
             assign=[make_assign(0, [1, 2, 3], [8], make_sampling(seed=4, top_k=9)), make_assign(1, [4], [9])],
             fork=[(0, 3), (1, 0)],
@@ -291,7 +293,7 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
         predicted=int32([5, 6]),
         refusal="top_p is 7",
     )
-    rows.apply(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
+    rows.apply_row_changes(make_changes(assign=[make_assign(0, [1, 1], [1], sampling)], fork=[(0, 6)]))
 
     def values_of(row: int) -> dict[str, str]:
         taken = rows.sampling.take(np.array([row]))
@@ -309,8 +311,8 @@ def test_every_column_of_the_sampling_table_follows_a_fork() -> None:
 def test_a_released_row_keeps_no_object() -> None:
     rows = make_rows()
     sampling = make_sampling(rules=LogitRules(presence_penalty=1.0), refusal="top_p is 7")
-    rows.apply(make_changes(assign=[make_assign(row, [1], [1], sampling) for row in (0, 1)]))
-    rows.apply(make_changes(release=[0]))
+    rows.apply_row_changes(make_changes(assign=[make_assign(row, [1], [1], sampling) for row in (0, 1)]))
+    rows.apply_row_changes(make_changes(release=[0]))
     columns = rows.sampling
     assert [(columns.has_rules[row], columns.is_refused[row]) for row in (0, 1)] == [(False, False), (True, True)]
     assert (columns.rules[0], columns.refusal[0]) == (None, None)

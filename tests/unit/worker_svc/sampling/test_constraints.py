@@ -58,11 +58,11 @@ def allowed(masks: Masks | None) -> dict[int, set[bytes]]:
 def step(matchers: RowMatchers, made: RowChanges, samplers: list[int], draws: str = "") -> dict[int, set[bytes]]:
     """Tokens that may follow in one step, in which the rows draw these characters in turn."""
     rows = np.array(samplers, np.int32)
-    masks = matchers.begin(made, rows)
+    masks = matchers.start_masks(made, rows)
     found = allowed(None if masks is None else masks.result())
     if masks is not None and draws:
         ids = np.array([spelled(character)[0] for character in draws])
-        matchers.drew(rows, lambda: ids)
+        matchers.record_draws(rows, lambda: ids)
     return found
 
 
@@ -82,7 +82,7 @@ def test_a_row_that_is_assigned_with_output_goes_on_after_it(matchers) -> None:
 
 def test_rows_without_a_constraint_have_no_masks(matchers) -> None:
     plain = make_sampling()
-    assert matchers.begin(changes(assign(0, plain)), np.array([0])) is None
+    assert matchers.start_masks(changes(assign(0, plain)), np.array([0])) is None
     found = step(matchers, changes(assign(1, constrained("a"))), [0, 1], "xa")
     assert found == {1: {b"a"}}
     assert step(matchers, changes(), [0]) == {}
@@ -122,7 +122,7 @@ def test_the_end_waits_for_min_tokens_while_the_text_can_go_on(matchers) -> None
 
 def test_a_row_without_a_possible_token_fails_alone_and_says_why(matchers) -> None:
     made = changes(assign(0, constrained("abc"), "x"), assign(1, constrained("(")), assign(2, constrained("ab"), "a"))
-    masks = matchers.begin(made, np.array([0, 1, 2]))
+    masks = matchers.start_masks(made, np.array([0, 1, 2]))
     assert masks is not None
     held = masks.result()
     columns = make_columns([constrained("abc")] * 3)
@@ -138,7 +138,7 @@ def test_a_vocabulary_that_cannot_be_read_fails_constrained_rows_alone() -> None
         raise ValueError("no decoder")
 
     matchers = RowMatchers(TemplateCache(broken), num_threads=1)
-    masks = matchers.begin(changes(assign(0, constrained("a"))), np.array([0]))
+    masks = matchers.start_masks(changes(assign(0, constrained("a"))), np.array([0]))
     assert masks is not None
     assert "no decoder" in masks.result().errors[0]
     matchers.close()
@@ -152,8 +152,8 @@ def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
     def lost() -> np.ndarray:
         raise RuntimeError("the device is gone")
 
-    matchers.drew(rows, lost)
-    masks = matchers.begin(changes(), rows)
+    matchers.record_draws(rows, lost)
+    masks = matchers.start_masks(changes(), rows)
     assert masks is not None
     with pytest.raises(RuntimeError, match="the device is gone"):
         masks.result()
@@ -198,7 +198,7 @@ def test_masks_leave_the_logits_of_allowed_tokens_alone(density, vocab_size, num
     for place, row in zip(places, is_allowed, strict=True):
         expected[place, ~torch.from_numpy(row)] = -torch.inf
     on_device = logits.clone()
-    Masks(places, bits, {}).apply(logits)
+    Masks(places, bits, {}).exclude_tokens(logits)
     assert torch.equal(logits, expected)
     exclude(on_device, torch.from_numpy(places), torch.from_numpy(bits))
     assert torch.equal(on_device, expected)

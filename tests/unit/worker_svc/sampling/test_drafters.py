@@ -102,7 +102,7 @@ def test_earlier_outputs_are_guesses_within_their_scope_only_and_the_oldest_are_
     drafter = SharedDrafter()
 
     def end(output: list[int], scope: bytes = b"a") -> None:
-        drafter.ended(RowText(np.array([*PROMPT, *output], np.int32), scope=scope), len(PROMPT))
+        drafter.add_output(RowText(np.array([*PROMPT, *output], np.int32), scope=scope), len(PROMPT))
 
     def guess(output: list[int], scope: bytes = b"a") -> list[int]:
         return drafter.draft(RowText(np.array([*PROMPT, *output], np.int32), scope=scope), 3).token_ids.tolist()

@@ -69,7 +69,7 @@ def test_rows_are_free_up_to_the_limit_and_follow_forks_drafts_and_replaced_toke
     assert step(matchers, changes(fork=[(0, 2)]), [0, 1, 2], "<x<") == {0: {b"<"}, 2: {b"<"}}
     # Row 0 has drafts: each is allowed only after the earlier ones.
     rows, drafts = np.array([0, 0, 0, 0], np.int32), np.array([0, *spelled("/t>")], np.int32)
-    masks = matchers.begin(changes(), rows, drafts)
+    masks = matchers.start_masks(changes(), rows, drafts)
     assert masks is not None
     assert allowed(masks.result()) == {0: {b"/"}, 1: {b"t"}, 2: {b">"}}
     assert matchers.forced([0, 1, 2]) == {0: spelled("/t>"), 2: spelled("/t>")}
