@@ -24,7 +24,7 @@ class RowAssignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step of all workers. Arrays are int64; `num_new_tokens` and `num_computed_tokens` are those of `rows`."""
+    """One step of all workers. Arrays are int64; `num_new_tokens` and `num_computed_tokens` belong to `rows`."""
 
     step_id: int
     swap_out: Array  # [o, 2] GPU block, host block: before all else

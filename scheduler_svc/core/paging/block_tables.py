@@ -12,7 +12,7 @@ from scheduler_svc.core.paging.sequence import S
 
 
 class LayerGroup(Protocol):
-    """What layers of one kind need of a sequence's block table."""
+    """Layers of one kind, and their needs of a sequence's block table."""
 
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks of a table for this many tokens."""
