@@ -20,7 +20,7 @@ def core_parts(scheduler: Scheduler) -> tuple[Part, ...]:
         Part("commit", Planner, "_commit"),
         Part("rest of schedule", scheduler, "schedule"),
         Part("seal", Results, "_seal"),
-        Part("ends", Results, "_end"),
+        Part("ends", Results, "end_groups"),
         Part("ends", Batch, "end"),
         Part("tokens", scheduler, "apply"),
     )

@@ -90,7 +90,7 @@ class SoakRun:
         scheduler = self.scheduler
         held = {
             "blocks": scheduler.batch.blocks.pool.num_used,
-            "host blocks": scheduler.swap_space.pool.num_used,
+            "host blocks": scheduler.batch.blocks.host.pool.num_used,
             "rows": scheduler.config.max_num_seqs - scheduler.batch.rows.num_free,
             "requests": len(list(scheduler.groups())),
             "pins": len(scheduler.pins),

@@ -131,7 +131,7 @@ class FleetRun(Run):
     def _fetched(self, device: Device, number: int, source: KvSource) -> None:
         device.scheduler.prepared(number)
         (name,) = source.endpoints
-        self._places[name].device.scheduler.renew_lease(source.lease, self.now, 0)
+        self._places[name].device.scheduler.renew_lease(source.lease, self.now, None)
 
     def deliver(self, events: ClientEvents) -> None:
         firsts = [each for each in dict.fromkeys(events.handles) if not any(self.lives[each].token_times)]

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
+from scheduler_svc.core.kv_cache import VictimTables
+from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import SequenceGroup
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 
 _STEPS_AHEAD = 1
 """Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
@@ -71,7 +72,7 @@ class Room:
     groups that would have to leave for it."""
 
     def __init__(
-        self, batch: Batch, swap_space: SwapSpace, queues: Queues, reservations: Reservations, pins: Pins
+        self, batch: Batch, swap_space: SwapSpace[Sequence], queues: Queues, reservations: Reservations, pins: Pins
     ) -> None:
         self._batch = batch
         self._swap_space = swap_space

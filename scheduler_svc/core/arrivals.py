@@ -4,9 +4,11 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.policy import check_queue
 from scheduler_svc.core.preparation import Preparation
@@ -22,7 +24,7 @@ from scheduler_svc.core.request import (
     check_request,
 )
 from scheduler_svc.core.reservations import Kind
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step import ClientEvents, RequestFailure
 
@@ -234,7 +236,7 @@ class Arrivals:
         if failed and not 0 <= min(failed) <= max(failed) < num_arriving:
             raise ValueError(f"preparation {number} fetches {num_arriving} blocks, and number {max(failed)} failed")
         if arriving is not None:
-            state.batch.blocks.seal_moved(arriving.came(failed))
+            state.batch.blocks.pool.seal_moved(arriving.came(failed))
             state.reservations.end(Kind.FETCH, number)
             state.reservations.end(Kind.FETCH_START, number)
             state.fetches.forget_failed(arriving, failed)

@@ -3,6 +3,8 @@
 import enum
 from dataclasses import dataclass
 
+from scheduler_svc.core.paging.scheduler import NEVER
+
 
 class PolicyKind(enum.Enum):
     """In which order groups are admitted and preempted; see `policy`."""
@@ -84,6 +86,11 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be in [0, 1]")
         if not 0 < self.max_prefill_share <= 1:
             raise ValueError(f"max_prefill_share is {self.max_prefill_share}, must be in (0, 1]")
+
+    @property
+    def swaps_from(self) -> int:
+        """The minimum number of sequences with which a preempted group is swapped, not computed again."""
+        return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: NEVER}[self.preemption_mode]
 
     @property
     def max_len(self) -> int:

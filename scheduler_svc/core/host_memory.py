@@ -2,18 +2,21 @@
 
 Swapped groups have their blocks here. If the workers support it, blocks that the pool evicts are first copied here and
 found here by their hashes until others need the room, least recently used first. Both kinds are blocks of one
-`BlockPool`: a sealed block of a swapped group can be hit, and a block that is here already is not copied again.
+`PrefixIndex`: a sealed block of a swapped group can be hit, and a block that is here already is not copied again.
 
 A step first copies blocks to the host, then from the host, and then writes other blocks. So a block that the next step
 copies to the pool is held until that step is planned: nothing may be copied to its place before.
 """
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import HostBlocks
+from scheduler_svc.core.prefix_index import PrefixIndex
 
 
-class HostMemory:
+class HostMemory(HostBlocks):
     """The blocks of the host.
 
     Attributes:
@@ -23,23 +26,12 @@ class HostMemory:
     """
 
     def __init__(self, num_blocks: int, counts: MoveCounts, *, caches: bool = False) -> None:
-        self.pool = BlockPool(num_blocks)
+        pool = PrefixIndex(num_blocks)
+        super().__init__(pool)
+        self.pool = pool
         self.caches = caches and num_blocks > 0
         self.log: CacheLog | None = None
         self.counts = counts
-        # Pool block by host block, and host block by pool block.
-        self._out: dict[BlockId, BlockId] = {}
-        self._in: dict[BlockId, BlockId] = {}
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether the next step copies blocks."""
-        return bool(self._out or self._in)
-
-    @property
-    def loading(self) -> list[BlockId]:
-        """The host blocks that the next step copies to the pool, each with a reference for that."""
-        return list(self._in.values())
 
     def __contains__(self, content: BlockHash) -> bool:
         return self.find(content) is not None
@@ -55,9 +47,7 @@ class HostMemory:
         if name is not None and (known := self.find(name)) is not None:
             self.pool.touch((known,))
             return known
-        (host,) = self.pool.allocate(1, self._forgotten)
-        # The host block may have a planned copy and have been freed since, before any plan: this content replaces it.
-        self._out[host] = block
+        host = self.copy_out(block)
         if name is not None:
             self.pool.seal(host, name)
             if self.log is not None:
@@ -72,23 +62,8 @@ class HostMemory:
             self.pool.free((self.save(block, content),))
             self.counts.to_host += len(self._out) - num_out
 
-    def load(self, host: BlockId, block: BlockId) -> None:
-        """Copies a block to the pool. The caller may free the host block from now on."""
-        self.pool.touch((host,))
-        self._in[block] = host
-
-    def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
-        """The copies of a finished step: pairs (pool block, host block), and pairs (host block, pool block)."""
-        if not self.has_copies:
-            return [], []
-        copies = (
-            [(block, host) for host, block in self._out.items()],
-            [(host, block) for block, host in self._in.items()],
-        )
-        # The first blocks of a prefix count as the most recently used.
-        self.pool.free(self.loading)
-        self._out, self._in = {}, {}
-        return copies
+    def _allocate(self) -> list[BlockId]:
+        return self.pool.allocate(1, self._forgotten)
 
     def forget_cached(self) -> None:
         """Forgets the blocks that no group holds."""

@@ -8,11 +8,13 @@ from functools import lru_cache
 from itertools import chain
 
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
-from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import max_blocks
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 
 _MAX_STEPS_IN_FLIGHT = 4
 """More than any caller has."""
@@ -53,7 +55,7 @@ def check(scheduler: Scheduler) -> None:
         raise InvariantViolationError("a suspect runs together with groups outside its cohort")
 
 
-def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
+def _check_pool(pool: PrefixIndex, tables: Iterable[SequenceOf[BlockId]]) -> None:
     free = pool.free_blocks()
     held = Counter(chain.from_iterable(tables))
     distinct = set(free)
@@ -75,7 +77,7 @@ def _check_pool(pool: BlockPool, tables: Iterable[SequenceOf[BlockId]]) -> None:
         raise InvariantViolationError(f"block {block}: ref count {pool.ref_count(block)}, holders {count}")
 
 
-def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: BlockPool) -> None:
+def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIndex) -> None:
     size = scheduler.config.block_size
     for sequence in sequences:
         # Hashes are computed anew here: the hashes that the sequence keeps are under test.

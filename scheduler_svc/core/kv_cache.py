@@ -4,19 +4,20 @@ This is bookkeeping only; workers move tensors before they run the step whose pl
 """
 
 import heapq
-import math
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, CachedStart, OutOfBlocksError
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.paging.block_pool import BlockId, OutOfBlocksError
+from scheduler_svc.core.paging.block_tables import BlockTables
+from scheduler_svc.core.prefix_index import CachedStart, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -30,19 +31,15 @@ _MAX_RECLAIMED, _MAX_RECLAIMED_BLOCKS = 256, 4096
 """Finished sequences, and blocks of them, that one call frees at most: all rows may end in one step."""
 
 
-class BlockManager:
-    """Allocates blocks to sequences as their tokens come, never earlier, and lets them share cached blocks.
-
-    `watermark` is the share of the pool that admission leaves free, so that a newly admitted sequence is not preempted
-    at once for want of a block.
-    """
+class BlockManager(BlockTables[Sequence]):
+    """Block tables whose sequences share cached blocks, of the pool and of the host."""
 
     def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
-        self.host = HostMemory(0, MoveCounts())
+        pool, host = PrefixIndex(num_blocks), HostMemory(0, MoveCounts())
+        super().__init__(pool, host, block_size, watermark)
+        self.pool = pool
+        self.host = host
         """Keeps blocks that the pool evicts."""
-        self._watermark_blocks = math.ceil(watermark * num_blocks)
         self._retired: deque[Sequence] = deque()
         self._num_versions = 0
         self.num_looked_up = 0
@@ -55,27 +52,29 @@ class BlockManager:
         """An empty pool of this size."""
         return cls(config.num_blocks, config.block_size, config.watermark)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self.block_size)
-
-    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        """Whether a group that takes this many free blocks may start. It must leave `reserve` blocks free, and at least
-        the watermark, unless it would run `alone`: then they protect no other group."""
-        return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
-
     def missing(self, num_blocks: int, *, reserve: int) -> int:
         """Blocks that must become free before such a group may start in addition to others."""
         return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
 
-    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def cached(self, sequence: Sequence) -> list[BlockId]:
+        return self.cached_start(sequence).blocks
+
+    def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
+        super().reuse(sequence, blocks)
+        self.tell(sequence, 0, len(blocks))
+        sequence.cached_start = None
+
+    def save(self, block: BlockId) -> BlockId:
+        return self.host.save(block, self.pool.hash_of(block))
+
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Gives sequences without blocks the blocks for all their tokens. Returns for each sequence the number of
         tokens that it need not compute: they are cached, or a sequence before it computes them.
 
         Raises OutOfBlocksError.
         """
         if len(sequences) == 1:
-            return [self._allocate_one(sequences[0], self.cached_start(sequences[0]).blocks)]
+            return super().allocate_slots(sequences)
         before: dict[BlockHash, BlockId] = {}
         num_computed: list[int] = []
         for sequence in sequences:
@@ -83,24 +82,18 @@ class BlockManager:
             before.update(zip(self._full(sequence), sequence.block_table, strict=False))
         return num_computed
 
-    def _allocate_one(self, sequence: Sequence, shared: list[BlockId]) -> int:
-        assert not sequence.block_table, "the sequence has blocks already"
-        self.pool.touch(shared)
-        self.tell(sequence, 0, len(shared))
-        if self.host.caches:
-            shared = [*shared, *self._from_host(sequence, len(shared))]
-        fresh = self.take(self.blocks_for(sequence.num_tokens) - len(shared))
-        sequence.block_table, sequence.cached_start = [*shared, *fresh], None
-        return len(shared) * self.block_size
-
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises
         OutOfBlocksError."""
         return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
 
-    def _from_host(self, sequence: Sequence, start: int) -> list[BlockId]:
-        """The blocks of a sequence behind the first `start` that the host has, in blocks of the pool that the next step
-        fills. Includes blocks between them that the pool has, and ends before the first block that is in neither."""
+    def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
+        """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
+        the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
+        neither."""
+        if not self.host.caches:
+            return shared
+        start = len(shared)
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
         sealed: list[tuple[BlockId, BlockHash]] = []
@@ -125,7 +118,7 @@ class BlockManager:
         self.tell(sequence, start, start + len(blocks), sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
-        return [block for block in blocks if block is not None]
+        return [*shared, *(block for block in blocks if block is not None)]
 
     def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
         """The blocks at the start of a sequence that it takes from the sequences `before` it, or else from the cache.
@@ -163,30 +156,7 @@ class BlockManager:
             known.update(self._full(sequence))
         return needed
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
-        assert not child.block_table, "the child has blocks already"
-        self.pool.touch(parent.block_table)
-        child.block_table = list(parent.block_table)
-
-    def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:
-        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None if
-        no other sequence holds the block: then it is written in place. Raises OutOfBlocksError."""
-        shared = sequence.block_table[index]
-        if self.pool.ref_count(shared) == 1:
-            return None
-        (own,) = self.take(1)
-        self.pool.free([shared])
-        sequence.block_table[index] = own
-        return shared, own
-
-    def append(self, sequence: Sequence) -> BlockId:
-        """Adds one block to the end of a sequence's table. Raises OutOfBlocksError."""
-        (block,) = self.take(1)
-        sequence.block_table.append(block)
-        return block
-
-    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+    def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that
         became available for hits."""
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
@@ -250,22 +220,6 @@ class BlockManager:
             self.pool.free(cached)
             raise
 
-    def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Seals held blocks whose content came from elsewhere."""
-        for block, content in moved:
-            if self.pool.seal(block, content) and self.pool.log is not None:
-                self.pool.log.restored(content)
-
-    def still_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> list[tuple[BlockId, BlockHash]]:
-        """The blocks of `sealed` that were not freed and allocated for other content since."""
-        return [(block, content) for block, content in sealed if self.pool.hash_of(block) == content]
-
-    def free(self, *sequences: Sequence) -> None:
-        """Frees all blocks of the sequences, one sequence after the other."""
-        self.pool.free(*(sequence.block_table for sequence in sequences))
-        for sequence in sequences:
-            sequence.block_table = []
-
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
         self._retired.extend(sequences)
@@ -282,10 +236,6 @@ class BlockManager:
         if sequences:
             self.free(*sequences)
         return bool(sequences)
-
-    @property
-    def has_retired(self) -> bool:
-        return bool(self._retired)
 
     @property
     def retired(self) -> tuple[Sequence, ...]:
@@ -351,7 +301,7 @@ class BlockManager:
 class VictimTables:
     """Counts the blocks that become free if block tables are freed in turn. `taken` blocks do not become free."""
 
-    def __init__(self, pool: BlockPool, taken: Iterable[BlockId]) -> None:
+    def __init__(self, pool: PrefixIndex, taken: Iterable[BlockId]) -> None:
         self._pool = pool
         self._taken = set(taken)
         self._num_freed: Counter[BlockId] = Counter()
@@ -369,100 +319,6 @@ class VictimTables:
                     self._num_freed[block] += 1
                     freed += self._num_freed[block] == pool.ref_count(block) and block not in self._taken
         return freed
-
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """The table of one sequence after its swap in: sealed blocks of the GPU pool, copies of host blocks, new blocks."""
-
-    hits: list[BlockId]
-    from_host: list[BlockId]
-    num_new: int
-
-
-class SwapSpace:
-    """Groups whose blocks are in host memory (the paper's section 4.5). All sequences of a group move together; a block
-    that several of them share moves once, and they share it again when they are back."""
-
-    def __init__(self, blocks: BlockManager) -> None:
-        self.pool = blocks.host.pool
-        self._blocks = blocks
-
-    def can_swap_out(self, sequences: SequenceOf[Sequence]) -> bool:
-        """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
-        return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self.pool.num_free
-
-    def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
-        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. Raises
-        OutOfBlocksError."""
-        host_of: dict[BlockId, BlockId] = {}
-        for sequence in sequences:
-            kept = self._kept(sequence)
-            self.pool.touch([host_of[block] for block in kept if block in host_of])
-            for block in kept:
-                if block not in host_of:
-                    host_of[block] = self._blocks.host.save(block, self._blocks.pool.hash_of(block))
-            self._blocks.free(sequence)
-            sequence.block_table = [host_of[block] for block in kept]
-
-    def blocks_needed(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks of the GPU pool that `swap_in` takes, including cached ones, plus the blocks that the sequences
-        then copy before they write again."""
-        returns = [self._return(sequence) for sequence in sequences]
-        free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
-        taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
-        return free_hits + taken + self._num_copies(returns, sequences)
-
-    def swap_in(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
-        """Gives the sequences GPU blocks for all their tokens. Returns for each how many of its tokens are computed and
-        how many of its first blocks are sealed. Raises OutOfBlocksError."""
-        pool = self._blocks.pool
-        returns = [self._return(sequence) for sequence in sequences]
-        for sequence, each in zip(sequences, returns, strict=True):
-            pool.touch(each.hits)
-            self._blocks.tell(sequence, 0, len(each.hits))
-        gpu_of: dict[BlockId, BlockId] = {}
-        for sequence, each in zip(sequences, returns, strict=True):
-            pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])
-            moved = [block for block in each.from_host if block not in gpu_of]
-            for host, block in zip(moved, self._blocks.take(len(moved)), strict=True):
-                self._blocks.host.load(host, block)
-                gpu_of[host] = block
-            self.free(sequence)
-            back = [gpu_of[block] for block in each.from_host]
-            sequence.block_table = [*each.hits, *back, *self._blocks.take(each.num_new)]
-            sequence.cached_start = None
-        pairs = zip(returns, sequences, strict=True)
-        return [(self._num_computed(each, sequence), len(each.hits)) for each, sequence in pairs]
-
-    def free(self, sequence: Sequence) -> None:
-        """Frees the host blocks of a sequence."""
-        self.pool.free(sequence.block_table)
-        sequence.block_table = []
-
-    def _num_copies(self, returns: SequenceOf[_Return], sequences: SequenceOf[Sequence]) -> int:
-        """Copies that the writers of shared blocks make: the last holder of each writes in place."""
-        holders = Counter(block for each in returns for block in each.from_host)
-        writers: Counter[BlockId] = Counter()
-        for each, sequence in zip(returns, sequences, strict=True):
-            tail = self._num_computed(each, sequence) // self._blocks.block_size - len(each.hits)
-            writers.update(each.from_host[tail : tail + 1])
-        return sum(min(count, holders[block] - 1) for block, count in writers.items())
-
-    def _num_computed(self, each: _Return, sequence: Sequence) -> int:
-        return max(sequence.num_swapped_tokens, len(each.hits) * self._blocks.block_size)
-
-    def _kept(self, sequence: Sequence) -> list[BlockId]:
-        return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
-
-    def _return(self, sequence: Sequence) -> _Return:
-        hits = self._blocks.cached_start(sequence).blocks
-        from_host = sequence.block_table[len(hits) :]
-        return _Return(hits, from_host, self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host))
-
-
-def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:
-    return {block for table in tables for block in table}
 
 
 _MIN_TOKENS, _MIN_SHARE = 256, 1 / 8

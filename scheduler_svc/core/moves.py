@@ -11,8 +11,9 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NewType
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheLog
+from scheduler_svc.core.paging.block_pool import BlockId
 
 Lease = NewType("Lease", bytes)
 """A random name. A process that knows it may fetch the blocks."""

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import (
     Adapter,
     ClientId,

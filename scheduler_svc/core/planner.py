@@ -1,14 +1,17 @@
 """Planning of steps, and their results: continuous batching (the paper's sections 4.3 to 4.5)."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from scheduler_svc.core.admission import Obstacle, Stop
 from scheduler_svc.core.arrivals import Arrivals
+from scheduler_svc.core.paging import scheduler
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, MovedBlocks
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import Results, check_result
-from scheduler_svc.core.sequence import Milestone, SequenceGroup
+from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step import ClientEvents, StepInFlight, StepPlan, StepResult
 
@@ -27,15 +30,14 @@ _MAX_DISPLACED = 128
 """Maximum number of groups that one step displaces. The group that they make room for is admitted before all others."""
 
 
-class Planner:
+class Planner(scheduler.Planner[Sequence, SequenceGroup]):
     """Decides which groups enter and leave the batch, and builds the next step."""
 
     def __init__(self, state: State, arrivals: Arrivals) -> None:
+        super().__init__(state)
         self._state = state
         self._arrivals = arrivals
-        # The step that is being planned: a counter, and the group that `advance_queue` found.
         self._num_blocks_looked_up = 0
-        self._front: SequenceGroup | None = None
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step. Returns None if there is nothing to compute until a result or a request comes. If
@@ -57,12 +59,7 @@ class Planner:
         if state.in_flight and state.pace.joins_beams(batch.rows) and not self._can_admit():
             return None
         self._displace(now)
-        has_preempted = self._preempt_for_decodes(now)
-        if not has_preempted:
-            self._swap_in(now)
-        may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
-        batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
-        state.shares.add_prefills()
+        has_preempted = self._plan(now)
         state.stopped = Stop(Obstacle.PREEMPTION) if has_preempted else self._admit(now)
         state.shares.add_set_aside()
         # Blocks are swapped out before others may take their place.
@@ -80,8 +77,7 @@ class Planner:
         """Ends what is over, before a step is planned: blocks of ended requests, pins, leases, trials."""
         state = self._state
         blocks = state.batch.blocks
-        if blocks.has_retired:
-            blocks.reclaim()
+        blocks.reclaim()
         self._arrivals.expire_pins(now)
         state.reservations.expire_leases(now)
         self._begin_new(now)
@@ -116,33 +112,24 @@ class Planner:
                 self.preempt(victim, now)
             self.advance_queue()
 
-    def _preempt_for_decodes(self, now: float) -> bool:
-        """Preempts until every decoding row can have a slot for its next token. Returns whether it preempted."""
-        state = self._state
-        blocks = state.batch.blocks
-        if state.batch.blocks_for_decodes() <= blocks.pool.num_free:
-            return False
-        victims = state.policy.victims(state.running)
-        has_preempted = False
-        while state.batch.blocks_for_decodes() > blocks.pool.num_free:
-            # A group that runs by itself fits without the pins, as was checked when it arrived.
-            if blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1):
-                continue
-            self.preempt(next(victims), now)
-            has_preempted = True
-        if not has_preempted:
-            # An offer may wait again, and there may be room for blocks to fetch.
-            self.advance_queue()
-        return has_preempted
+    def _victims(self) -> Iterator[SequenceGroup]:
+        return self._state.policy.victims(self._state.running)
 
-    def _swap_in(self, now: float) -> None:
-        """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
+    def _give_way(self) -> bool:
+        # A group that runs by itself fits without the pins, as was checked when it arrived.
         state = self._state
-        while (group := self.peek()) is not None and group.request.key in state.swapped:
-            if not state.room.make_way(group, state.room.to_grow()):
-                return
-            state.placement.swap_in(group, now)
-            self.advance_queue()
+        return state.batch.blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1)
+
+    def _make_way(self, group: SequenceGroup) -> bool:
+        return self._state.room.make_way(group, self._state.room.to_grow())
+
+    def _add_decodes(self) -> None:
+        state = self._state
+        may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
+        state.batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
+
+    def _add_prefills(self) -> None:
+        self._state.shares.add_prefills()
 
     def _admit(self, now: float) -> Stop | None:
         """Admits waiting groups while rows, blocks and the token budget last, and until a swapped group is next, which
@@ -183,7 +170,8 @@ class Planner:
         group.source, group.has_been_passed = None, False
         state.reservations.end(Kind.COMING, group.request.key)
         is_new = group.cached_tokens is None
-        self._num_blocks_looked_up += state.placement.start(group, now)
+        num_cached = state.placement.start(group, now)
+        self._num_blocks_looked_up += sum(count // state.config.block_size for count in num_cached)
         if is_new:
             state.num_prompt_tokens += len(group.request.prompt)
             state.num_cached_tokens += group.cached_tokens or 0
@@ -193,17 +181,9 @@ class Planner:
         group = self.peek()
         return group is not None and self._state.room.fits(group, self._state.room.to_grow())
 
-    def peek(self) -> SequenceGroup | None:
-        """The group that enters the batch next, as `advance_queue` found it; None if none may. Changes nothing. A group
-        that does not fit blocks all groups behind it, so that it does not starve under a stream of smaller ones."""
-        return self._front
-
-    def advance_queue(self) -> None:
-        """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
-        one is next that may enter the batch. Called when a plan begins, and again when it has moved groups."""
-        self._front = self._find_next()
-
     def _find_next(self) -> SequenceGroup | None:
+        """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
+        one is next that may enter the batch."""
         state = self._state
         for key in state.batch.underway.take_released():
             state.waiting.release(key)
@@ -249,11 +229,11 @@ class Planner:
     def _commit(self, now: float) -> StepPlan:
         """Finishes the step that was built. It is in flight from now on."""
         state = self._state
-        state.last_step_id += 1
+        state.num_attached_steps += 1
         state.num_steps += 1
         rows = state.batch.rows
         prefills, has_chunks = rows.prefills.copy(), state.batch.draft.has_chunks
-        plan = state.batch.commit(state.last_step_id)
+        plan = state.batch.commit(step_id=state.num_attached_steps)
         state.policy.charge(plan, prefills, rows.tenant)
         sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
         step = StepInFlight(
@@ -272,7 +252,6 @@ class Planner:
         return plan
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
-        """Takes a running group out of the batch."""
         self._state.num_swap_outs += self._state.placement.preempt(group, now)
         self._state.num_preemptions += 1
 

@@ -8,21 +8,23 @@ import heapq
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, KeysView
+from collections.abc import Callable, Hashable, Iterable, Iterator, KeysView
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.paging import sequence
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, StepPlan
+from scheduler_svc.core.step import StepPlan
 
 _MANY = 32
 """Minimum number of groups that are removed together from a queue, in one pass over its entries."""
 
 
-class GroupQueue:
+class GroupQueue(sequence.GroupQueue[SequenceGroup]):
     """Groups by their `order`, lowest first, and the groups of each tenant in the same order.
 
     Orders are unique; the policy assigns them. Searching costs O(log n); adding and removing moves the machine words
@@ -32,12 +34,10 @@ class GroupQueue:
 
     def __init__(self, on_new_first: Callable[[str, int], None] | None = None) -> None:
         """Calls `on_new_first` with a tenant and an order when a group of this order becomes the tenant's first."""
+        super().__init__()
         self._on_new_first = on_new_first
-        self._orders: list[int] = []
-        self._by_order: dict[int, SequenceGroup] = {}
-        self._by_key: dict[RequestKey, SequenceGroup] = {}
         self._of_tenant: dict[str, list[int]] = {}
-        self._tokens: dict[RequestKey, int] = {}
+        self._tokens: dict[Hashable, int] = {}
         self._held: set[int] = set()
         self._tokens_of_tenant: Counter[str] = Counter()
         self._num_of_tenant: Counter[str] = Counter()
@@ -45,9 +45,6 @@ class GroupQueue:
         """Tokens that all groups would have to compute if none were cached, as of the time when each was added."""
         self.num_changes = 0
         """Number of times that a group was added or removed."""
-
-    def __len__(self) -> int:
-        return len(self._by_key)
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         orders = sorted((*self._orders, *self._held)) if self._held else self._orders
@@ -57,13 +54,6 @@ class GroupQueue:
         assert not self._held
         return (self._by_order[order] for order in reversed(self._orders))
 
-    def __contains__(self, key: RequestKey) -> bool:
-        return key in self._by_key
-
-    def get(self, key: RequestKey) -> SequenceGroup:
-        """The group with this key. Raises KeyError if it is not here."""
-        return self._by_key[key]
-
     def next_few(self, count: int) -> list[SequenceGroup]:
         """The first `count` groups that are not held."""
         return [self._by_order[order] for order in self._orders[:count]]
@@ -72,18 +62,13 @@ class GroupQueue:
         """At most `count` held groups, in no order."""
         return [self._by_order[order] for order in itertools.islice(self._held, count)]
 
-    @property
-    def has_next(self) -> bool:
-        """Whether there is a group that is not held."""
-        return bool(self._orders)
-
     def is_held(self, key: RequestKey) -> bool:
         return key in self._by_key and self._by_key[key].order in self._held
 
     def hold(self, key: RequestKey) -> None:
         """Holds a group. It must not be held already. Raises KeyError if it is not here."""
         group = self._by_key[key]
-        self._take_out_of_order(group)
+        self._take_out_of_order([group])
         self._held.add(group.order)
 
     def release(self, key: RequestKey) -> None:
@@ -97,14 +82,6 @@ class GroupQueue:
         """Releases all held groups."""
         for order in list(self._held):
             self.release(self._by_order[order].request.key)
-
-    def first(self) -> SequenceGroup:
-        """The group with the lowest order."""
-        return self._by_order[self._orders[0]]
-
-    def last(self) -> SequenceGroup:
-        """The group with the highest order."""
-        return self._by_order[self._orders[-1]]
 
     def all(self) -> list[SequenceGroup]:
         """All groups, in any order; safe in another thread than the one that changes the queue."""
@@ -144,35 +121,19 @@ class GroupQueue:
 
     def add(self, group: SequenceGroup) -> None:
         """Adds a group that is not here."""
-        key = group.request.key
-        self._put_in_order(group)
-        self._by_order[group.order] = self._by_key[key] = group
+        super().add(group)
         self.num_changes += 1
-        self._tokens[key] = group.num_tokens_to_compute
-        self.num_tokens += self._tokens[key]
-        self._tokens_of_tenant[group.request.tenant] += self._tokens[key]
+        num_tokens = self._tokens[group.key] = group.num_tokens_to_compute
+        self.num_tokens += num_tokens
+        self._tokens_of_tenant[group.request.tenant] += num_tokens
         self._num_of_tenant[group.request.tenant] += 1
-
-    def remove(self, key: RequestKey) -> SequenceGroup:
-        """Removes a group and returns it. KeyError if it is not here."""
-        group = self._by_key[key]
-        self.remove_all([group])
-        return group
 
     def remove_all(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Removes groups. All must be here."""
-        if len(groups) < _MANY:
-            for group in groups:
-                if group.order in self._held:
-                    self._held.remove(group.order)
-                else:
-                    self._take_out_of_order(group)
-        else:
-            self._take_many_out_of_order({group.order for group in groups})
+        super().remove_all(groups)
         for group in groups:
-            key, tenant = group.request.key, group.request.tenant
-            del self._by_key[key], self._by_order[group.order]
-            num_tokens = self._tokens.pop(key)
+            tenant = group.request.tenant
+            num_tokens = self._tokens.pop(group.key)
             self.num_tokens -= num_tokens
             num_left = self._num_of_tenant[tenant] - 1
             if num_left:
@@ -193,23 +154,29 @@ class GroupQueue:
         return groups
 
     def _put_in_order(self, group: SequenceGroup) -> None:
+        super()._put_in_order(group)
         order, tenant = group.order, group.request.tenant
         own = self._of_tenant.setdefault(tenant, [])
-        insort(self._orders, order)
         insort(own, order)
         if own[0] == order and self._on_new_first is not None:
             self._on_new_first(tenant, order)
 
-    def _take_out_of_order(self, group: SequenceGroup) -> None:
-        order, tenant = group.order, group.request.tenant
-        own = self._of_tenant[tenant]
-        for orders in (self._orders, own):
-            del orders[bisect_left(orders, order)]
-        if not own:
-            del self._of_tenant[tenant]
+    def _take_out_of_order(self, groups: SequenceOf[SequenceGroup]) -> None:
+        if len(groups) >= _MANY:
+            self._take_many_out_of_order(groups)
+            return
+        for group in groups:
+            if group.order in self._held:
+                self._held.remove(group.order)
+                continue
+            super()._take_out_of_order([group])
+            own = self._of_tenant[group.request.tenant]
+            del own[bisect_left(own, group.order)]
+            if not own:
+                del self._of_tenant[group.request.tenant]
 
-    def _take_many_out_of_order(self, removed: set[int]) -> None:
-        tenants = {self._by_order[order].request.tenant for order in removed}
+    def _take_many_out_of_order(self, groups: SequenceOf[SequenceGroup]) -> None:
+        removed, tenants = {group.order for group in groups}, {group.request.tenant for group in groups}
         self._held -= removed
         self._orders = [order for order in self._orders if order not in removed]
         for tenant in tenants & self._of_tenant.keys():

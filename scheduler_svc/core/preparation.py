@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey

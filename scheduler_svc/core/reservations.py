@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import RequestKey
 
 Owner = Lease | RequestKey | int
@@ -58,7 +59,7 @@ class Reservations:
         holders: By kind, the number of reservations that have each block.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: PrefixIndex) -> None:
         self.pool = pool
         self.holders: dict[Kind, Counter[BlockId]] = {kind: Counter() for kind in Kind}
         self._by_kind: dict[Kind, dict[Owner, Reservation]] = {kind: {} for kind in Kind}

@@ -10,12 +10,13 @@ import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
+from scheduler_svc.core.paging import scheduler
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.running_batch import Batch, RowTable
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step import (
-    Array,
     ClientEvents,
     RequestEnd,
     RequestFailure,
@@ -139,16 +140,14 @@ def _check_logprobs(
         raise ValueError(f"a log probability in the result of step {step.step_id} is not a number")
 
 
-class Results:
+class Results(scheduler.Results[Sequence, SequenceGroup]):
     """Applies one step's result; `events` collects the events for clients."""
 
     def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
-        self._batch = batch
-        self._running = running
+        super().__init__(batch, running)
+        self._batch, self._running = batch, running
         self._now = now
         self.events = EventLog()
-        self.ended: list[SequenceGroup] = []
-        """Groups that finished or failed."""
         self.further: tuple[Array, Array] | None = None
         """Rows that got several tokens in this step, and their numbers of tokens beyond one that the sequences kept."""
 
@@ -203,15 +202,7 @@ class Results:
         is_milestone = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (
             known >= table.max_len[rows]
         )
-        due: list[Sequence] = []
-        for sequence, token_id, is_due in zip(
-            table.sequences_in(rows), ends.tolist(), is_milestone.tolist(), strict=True
-        ):
-            assert sequence is not None
-            sequence.token_ids.append(token_id)
-            if is_due or token_id in sequence.request.stop_token_ids:
-                due.append(sequence)
-        return due
+        return self.append_tokens(rows, ends, is_milestone)
 
     def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
         """The number of new tokens that each row keeps: up to the token that ends its sequence."""
@@ -305,10 +296,8 @@ class Results:
         """Handles newest tokens that may be the last of their sequence, or its first from this scheduler."""
         running, now = self._running, self._now
         ending: list[Sequence] = []
-        groups: dict[RequestKey, SequenceGroup] = {}
         for sequence in sequences:
-            key = sequence.request.key
-            group = running.get(key)
+            group = running.get(sequence.key)
             if group.timeline.first_token is None:
                 group.timeline.first_token = now
             reason = sequence.end_reason()
@@ -316,11 +305,7 @@ class Results:
                 sequence.finish_reason = reason
                 self.events.sequence_end(sequence, reason)
                 ending.append(sequence)
-                groups[key] = group
-        if ending:
-            # Ends all together, and handles each group once, since all rows may end in one step.
-            self._batch.end(ending)
-            self._end([group for group in groups.values() if len(group.sequences) == 1 or group.finished])
+        self.end_sequences(ending)
 
     def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
         """Collects one beam's candidates, and continues the search once all beams have theirs."""
@@ -339,7 +324,7 @@ class Results:
                 return
             if not group.beams.beams:
                 self._batch.end(group.unfinished)
-                self._end([group])
+                self.end_groups([group])
 
     def _advance(self, beams: BeamGroup) -> None:
         """Advances a search by one step; all its beams have their candidates. `beams` is empty when it is over.
@@ -396,13 +381,11 @@ class Results:
         self.ended.append(group)
         self.events.request_failure(failure)
 
-    def _end(self, groups: SequenceOf[SequenceGroup]) -> None:
-        """Completes groups whose sequences have all given back their rows and blocks."""
-        self._running.remove_all(groups)
+    def end_groups(self, groups: SequenceOf[SequenceGroup]) -> None:
         for group in groups:
             group.timeline.last_token = self._now
             self.events.request_end(group)
-        self.ended += groups
+        super().end_groups(groups)
 
 
 def _failure_of(key: RequestKey, row: int, result: StepResult) -> RequestFailure | None:

@@ -5,111 +5,90 @@ touch only these arrays; Python code looks at a single sequence only when it cha
 hundreds of sequences well under a millisecond.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
+from typing import Annotated
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftBudget
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_svc.core.step import Array, RowAssignment, StepPlan
+from scheduler_svc.core.paging import batch, rows
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import HostBlocks
+from scheduler_svc.core.paging.rows import Array, Flags, Numbers
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.step import RowAssignment, StepPlan
 
 
-class RowTable:
-    """One entry per row of the worker. Entries of rows that are not `active` mean nothing.
+class RowTable(rows.RowTable[Sequence]):
+    """The rows with what their requests want and may cost.
 
-    num_tokens    int64: tokens of the sequence, including the tokens that steps in flight may sample
-    num_unsure    int64: the part of `num_tokens` that may not come: drafts of steps in flight
-    num_known     int64: tokens of the sequence, counting only the results that came
-    num_entered   int64: tokens that the sequence had when it entered the batch
-    num_computed  int64: tokens whose keys and values are in the pool once all steps in flight are done, if all drafts
-                  are right: up to `num_unsure` fewer
-    num_slots     int64: slots of the sequence's block table
-    num_sealed    int64: blocks at the start of the block table that are sealed, or need not be
-    seals_chunks  bool: each chunk of a prefill seals its blocks; False after a chunk that was not finite
-    max_len       int64: the sequence ends at this many tokens; the last one is never computed
-    order         int64: place of the group in queues
-    client, handle, index, num_prompt  int64: key of the request, index of the sequence in it, tokens of the prompt
-    tenant        str: of the request
-    num_emitted   int64: output tokens that the sequence had when it was submitted
-    is_plain      bool: each token is an event of its own at once; False if sequences are selected at the end
-    wants_logprobs  bool: the worker reports the log probability of each token
-    num_logprobs  int64: it also reports at most this many of the most likely tokens
-    prefills      bool: the row still computes, in chunks, the tokens that it entered with; the last chunk samples
-    shares_tail   bool: the block that the next token goes to may be shared with a sequence that forked
-    dependent     bool: the worker reports candidates, and the scheduler chooses the next token from its result
-    incarnation   int64: rises whenever the row is released, so that results for its earlier sequences are dropped
-
+    `num_computed` counts drafts of steps in flight as if all were right: up to `num_unsure` fewer tokens are computed.
     `num_dependent` counts the rows that are occupied and `dependent`.
     """
 
-    def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
-        self._adapters = adapters
-        self.sequences: list[Sequence | None] = [None] * max_num_rows
-        numbers, flags = np.zeros((15, max_num_rows), dtype=np.int64), np.zeros((7, max_num_rows), dtype=bool)
-        self.num_tokens, self.num_computed, self.num_slots, self.num_sealed, self.max_len, self.order = numbers[:6]
-        self.client, self.handle, self.index, self.num_prompt, self.num_emitted, self.num_logprobs = numbers[6:12]
-        self.num_entered, self.num_unsure, self.num_known = numbers[12:]
-        self.active, self.seals_chunks, self.is_plain, self.wants_logprobs = flags[:4]
-        self.prefills, self.shares_tail, self.dependent = flags[4:]
-        self.incarnation = np.zeros(max_num_rows, dtype=np.int64)
-        self.tenant = np.full(max_num_rows, "", dtype=object)
-        self.num_dependent = 0
-        self._free = list(range(max_num_rows))
+    num_unsure: Numbers
+    """The part of `num_tokens` that may not come: drafts of steps in flight."""
+    num_entered: Numbers
+    """Tokens that the sequence had when it entered the batch."""
+    num_sealed: Numbers
+    """Blocks at the start of the block table that are sealed, or need not be."""
+    seals_chunks: Flags
+    """Each chunk of a prefill seals its blocks; False after a chunk that was not finite."""
+    client: Numbers
+    handle: Numbers
+    index: Numbers
+    """Index of the sequence in its request, whose key has `client` and `handle`."""
+    tenant: Annotated[Array, np.object_]
+    num_prompt: Numbers
+    num_emitted: Numbers
+    """Output tokens that the sequence had when it was submitted."""
+    is_plain: Flags
+    """Each token is an event of its own at once; False if sequences are selected at the end."""
+    wants_logprobs: Flags
+    """The worker reports the log probability of each token."""
+    num_logprobs: Numbers
+    """It also reports at most this many of the most likely tokens."""
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def __init__(self, max_num_rows: int, adapters: AdapterSlots) -> None:
+        super().__init__(max_num_rows)
+        self._adapters = adapters
+        self.tenant[:] = ""
+        self.num_dependent = 0
 
     def occupy(self, sequence: Sequence, order: int) -> int:
-        """Gives a sequence the lowest free row, which is not active yet. Returns the row."""
-        row = heapq.heappop(self._free)
-        request = sequence.request
-        self.sequences[row] = sequence
-        self.max_len[row] = request.max_len
-        self.order[row] = order
+        row, request = super().occupy(sequence, order), sequence.request
         self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
         self.tenant[row], self.num_prompt[row] = request.tenant, len(request.prompt)
         self.num_emitted[row] = sequence.num_emitted_tokens
         self.is_plain[row] = not request.selects
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.num_logprobs[row] = request.sampling.logprobs or 0
-        self.shares_tail[row] = False
-        self.dependent[row] = request.beam is not None
-        self.num_dependent += request.beam is not None
+        self.num_dependent += sequence.is_dependent
         if request.adapter is not None:
             self._adapters.enter(request.adapter)
-        sequence.row = row
         return row
 
-    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int, num_sealed: int) -> None:
-        """Starts the row's computation. The first `num_computed` tokens of its sequence are computed already."""
-        self.active[row] = True
-        self.num_tokens[row] = self.num_known[row] = self.num_entered[row] = sequence.num_tokens
+    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int) -> None:
+        super().activate(row, sequence, block_size, num_computed)
+        self.num_entered[row] = sequence.num_tokens
         self.num_unsure[row] = 0
-        self.num_computed[row] = num_computed
-        self.num_slots[row] = len(sequence.block_table) * block_size
-        self.num_sealed[row] = num_sealed
         self.seals_chunks[row] = True
-        self.prefills[row] = True
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
-        """Continues the row `child`, which no step in flight samples, after all of the parent's tokens, which the
-        planned steps compute."""
-        self.active[child] = True
-        self.num_tokens[child] = self.num_computed[child] = self.num_tokens[parent]
-        self.num_known[child], self.num_unsure[child] = self.num_known[parent], 0
+        super().fork(parent, child, block_size)
+        self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
-        self.num_slots[child] = self.num_slots[parent]
         self.num_sealed[child] = self.num_sealed[parent]
-        self.prefills[child] = False
-        self.shares_tail[[parent, child]] = self.num_tokens[parent] % block_size != 0
+
+    def is_prefilling(self, row: int) -> bool:
+        """Whether the row still has chunks to compute of the tokens that it entered with."""
+        return bool(self.active[row] and self.prefills[row])
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
         """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
@@ -123,95 +102,25 @@ class RowTable:
             column[rows] -= num_missing
 
     def release(self, rows: SequenceOf[int]) -> None:
-        """Takes the sequences out of these rows, which are distinct."""
-        for row in rows:
-            sequence = self.sequences[row]
-            assert sequence is not None, f"row {row} is free"
-            sequence.row = None
-            self.sequences[row] = None
-            self.num_dependent -= sequence.request.beam is not None
+        for sequence in (self.sequences[row] for row in rows):
+            assert sequence is not None, "a free row is released"
+            self.num_dependent -= sequence.is_dependent
             if sequence.request.adapter is not None:
                 self._adapters.leave(sequence.request.adapter)
-            heapq.heappush(self._free, row)
-        if rows:
-            self.active[rows] = False
-            self.incarnation[rows] += 1
-
-    def sequences_in(self, rows: Array) -> list[Sequence | None]:
-        """The sequence of each row, None if it is free."""
-        indices: list[int] = rows.tolist()
-        return [self.sequences[row] for row in indices]
-
-    def is_prefilling(self, row: int) -> bool:
-        """Whether the row still has chunks to compute of the tokens that it entered with."""
-        return bool(self.active[row] and self.prefills[row])
-
-    def decoding(self) -> Array:
-        """Rows whose input is their own last sample, int64[n], rising."""
-        # A sequence that reaches its end with the steps in flight needs no further step.
-        num_tokens = self.num_tokens
-        can_compute = (num_tokens < self.max_len) & (self.num_computed < num_tokens)
-        return (self.active & ~self.prefills & can_compute).nonzero()[0]
-
-    def prefilling(self) -> Array:
-        """Rows that compute the tokens that they entered with, int64[n], in queue order. Rows of one group are in
-        rising order, so that the row that computes a shared block comes before the rows that read it."""
-        rows = self._that_can_compute((self.active & self.prefills).nonzero()[0])
-        return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
-
-    def sharing_tail(self) -> Array:
-        """Decoding rows whose next token may go to a shared block, int64[n], rising."""
-        return self._that_can_compute((self.active & ~self.prefills & self.shares_tail).nonzero()[0])
-
-    def without_slot(self, rows: Array) -> Array:
-        """The rows whose next token has no slot in a block yet."""
-        return rows[self.num_slots[rows] <= self.num_computed[rows]]
-
-    def num_uncomputed(self, row: int) -> int:
-        """Tokens of the row that no planned step computes."""
-        return int(self.num_tokens[row] - self.num_computed[row])
-
-    def _that_can_compute(self, rows: Array) -> Array:
-        if not len(rows):
-            return rows
-        num_tokens = self.num_tokens[rows]
-        return rows[(num_tokens < self.max_len[rows]) & (self.num_computed[rows] < num_tokens)]
+        super().release(rows)
 
 
-class StepDraft:
-    """The next step while it is built: all changes for the worker since the last step.
-
-    Changes between two plans (released rows, forked beams) are kept here too, so that none is lost when there is
-    nothing to compute. `budget` is the number of further tokens that the batch may have, without the shares set aside.
-    """
+class StepDraft(batch.StepDraft):
+    """The next step, with seals, seeds and drafts. `budget` leaves out the shares set aside."""
 
     def __init__(self, token_budget: int) -> None:
-        self.budget = token_budget
+        super().__init__(token_budget)
         self.aside: list[tuple[int, int]] = []
         """Rows whose chunk is planned last, and the share of the budget that is kept for each until then."""
-        self.copies: list[tuple[BlockId, BlockId]] = []
         self.sealed: list[tuple[BlockId, BlockHash]] = []
-        self.assign: dict[int, RowAssignment] = {}
-        self.parents: dict[int, int] = {}
-        """The parent of each child row, which starts as a copy of the parent's row before this step."""
         self.seeds: dict[int, int] = {}
-        self.tokens: dict[int, tuple[int, int]] = {}
-        """Position and id of the token that was chosen, by dependent row."""
-        self.blocks: dict[tuple[int, int], BlockId] = {}
-        """Block ids by row and logical index."""
-        self._release: dict[int, None] = {}
-        # Decoding rows and their computed tokens, as arrays; after them chunks of single rows, as
-        # (row, new tokens, computed tokens).
-        self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._max_drafts: Array | None = None
         self._max_passes = 1
-        self._chunks: list[tuple[int, int, int]] = []
-        self._chunk_samples: list[tuple[int, int]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute."""
-        return not (len(self._rows) or self._chunks)
 
     @property
     def has_chunks(self) -> bool:
@@ -219,15 +128,10 @@ class StepDraft:
         return bool(self._chunks)
 
     def release(self, rows: SequenceOf[int]) -> None:
-        """The rows hold nothing any more. Drops their earlier changes."""
-        for changes in (self.assign, self.parents, self.seeds, self.tokens):
-            if changes:
-                for row in rows:
-                    changes.pop(row, None)
-        if self.blocks and rows:
-            released = set(rows)
-            self.blocks = {place: block for place, block in self.blocks.items() if place[0] not in released}
-        self._release.update(dict.fromkeys(rows))
+        super().release(rows)
+        if self.seeds:
+            for row in rows:
+                self.seeds.pop(row, None)
 
     def set_aside(self, row: int, num_tokens: int) -> None:
         """Keeps a share of the budget for a row whose chunk is planned last."""
@@ -235,64 +139,31 @@ class StepDraft:
         self.budget -= num_tokens
         self.aside.append((row, num_tokens))
 
-    def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None, max_passes: int) -> None:
+    def decode(self, rows: Array, num_computed: Array, max_drafts: Array | None = None, max_passes: int = 1) -> None:
         """Adds rows that compute one token each and sample. They may grow by up to `max_drafts` more if they have
         drafts or the model may run several times. int64[n] each. Called once, before the chunks."""
-        assert self.is_empty, "decodes come once, and first"
-        self._spend(len(rows) if max_drafts is None else len(rows) + int(max_drafts.sum()))
-        self._rows, self._num_computed = rows, num_computed
+        super().decode(rows, num_computed)
+        if max_drafts is not None:
+            self._spend(int(max_drafts.sum()))
         self._max_drafts, self._max_passes = max_drafts, max_passes
 
-    def add_chunk(self, row: int, num_new: int, num_computed: int, *, samples: bool) -> None:
-        """Adds a chunk of one row. The row samples with the chunk if `samples`."""
-        self._spend(num_new)
-        self._chunks.append((row, num_new, num_computed))
-        if samples:
-            self._chunk_samples.append((row, row))
-
-    def sample_from(self, parent: int, child: int) -> None:
-        """The child's row samples from the logits of the parent's."""
-        self._chunk_samples.append((child, parent))
-
-    def _spend(self, num_tokens: int) -> None:
-        self.budget -= num_tokens
-        assert self.budget >= 0, "the step exceeds its token budget"
-
-    def finish(self, step_id: int, host: HostMemory) -> StepPlan:
+    def finish(self, step_id: int, host: HostBlocks) -> StepPlan:
         """The step as a value, with the copies between pool and host. An empty draft only seals blocks."""
-        swap_out, swap_in = host.take_copies()
-        rows, num_computed = self._rows, self._num_computed
-        num_new_tokens, samples, max_drafts = np.ones_like(rows), rows.repeat(2).reshape(-1, 2), self._max_drafts
-        if self._chunks:
-            chunks = _array(self._chunks, 3)
-            rows = np.concatenate((rows, chunks[:, 0]))
-            num_new_tokens = np.concatenate((num_new_tokens, chunks[:, 1]))
-            num_computed = np.concatenate((num_computed, chunks[:, 2]))
-            samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
-            if max_drafts is not None:
-                # The model runs once for a chunk.
-                max_drafts = np.maximum(max_drafts - (self._max_passes - 1), 0)
-                max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
+        plan, max_drafts = super().finish(step_id, host), self._max_drafts
+        if self._chunks and max_drafts is not None:
+            # The model runs once for a chunk.
+            max_drafts = np.maximum(max_drafts - (self._max_passes - 1), 0)
+            max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
         return StepPlan(
-            step_id=step_id,
-            swap_out=_array(swap_out, 2),
-            swap_in=_array(swap_in, 2),
-            copies=_array(self.copies, 2),
-            release=np.array(list(self._release), dtype=np.int64),
-            assign=tuple(self.assign.values()),
-            forks=_array([(parent, child) for child, parent in self.parents.items()], 2),
+            **{name: getattr(plan, name) for name in _PAGED_FIELDS},
             reseed=tuple(self.seeds.items()),
-            set_tokens=_array([(row, *chosen) for row, chosen in self.tokens.items()], 3),
-            block_table_deltas=_array([(*place, block) for place, block in self.blocks.items()], 3),
-            rows=rows,
-            num_new_tokens=num_new_tokens,
-            num_computed_tokens=num_computed,
-            samples=samples,
             sealed=tuple(self.sealed),
             max_drafts=max_drafts,
             max_passes=1 if self._chunks else self._max_passes,
         )
 
+
+_PAGED_FIELDS = [each.name for each in fields(batch.StepPlan)]
 
 _NUM_COMPARED = 1024
 """Tokens that are copied at a time to compare them."""
@@ -309,45 +180,33 @@ def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: i
     return start
 
 
-_NOTHING = {width: np.zeros((0, width), dtype=np.int64) for width in (2, 3)}
-
-
-def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
-    # Most parts of most steps are empty.
-    return np.array(entries, dtype=np.int64) if entries else _NOTHING[width]
-
-
-class Batch:
+class Batch(batch.Batch[Sequence]):
     """Rows, GPU blocks, adapter slots, the next step in `draft`, and the full blocks that rows are computing in
     `underway`."""
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
-        self.blocks = blocks
-        self.adapters = AdapterSlots(config.max_adapters)
-        self.rows = RowTable(config.max_num_seqs, self.adapters)
-        self.draft = StepDraft(config.max_num_batched_tokens)
+        adapters = AdapterSlots(config.max_adapters)
+        rows, draft = RowTable(config.max_num_seqs, adapters), StepDraft(config.max_num_batched_tokens)
+        super().__init__(blocks, rows, draft)
+        self.blocks, self.rows, self.draft = blocks, rows, draft
+        self.adapters = adapters
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self.drafts = DraftBudget(config.max_num_seqs, config.max_drafts, config.fixed_tokens)
         self._max_drafts, self._max_passes = config.max_drafts, config.max_passes
-        self._block_size = config.block_size
-        self._token_budget = config.max_num_batched_tokens
-
-    def sequence(self, row: int) -> Sequence:
-        sequence = self.rows.sequences[row]
-        assert sequence is not None, f"row {row} holds no sequence"
-        return sequence
 
     # Rows
 
-    def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int) -> int:
-        """Puts a sequence that has its blocks into a row. Returns the row."""
-        row = self.rows.occupy(sequence, order)
-        self.rows.activate(row, sequence, self._block_size, num_computed, num_sealed)
-        sequence.status = SequenceStatus.RUNNING
+    def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int = 0) -> int:
+        """Puts a sequence that has its blocks, the first `num_sealed` of them sealed, into a row. Returns the row."""
+        row = super().enter(sequence, order, num_computed)
+        self.rows.num_sealed[row] = num_sealed
         self.drafts.enter(row)
         if self.underway.is_worth_it(self._num_full(row) - num_sealed):
             self.underway.expect(row)
-        self.draft.assign[row] = RowAssignment(
+        return row
+
+    def _assignment(self, row: int, sequence: Sequence) -> RowAssignment:
+        return RowAssignment(
             row,
             tuple(sequence.token_ids),
             tuple(sequence.block_table),
@@ -358,48 +217,18 @@ class Batch:
             # Requests that share cached prefixes may share guesses; others could learn answers from response times.
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
         )
-        return row
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child, which has a row and no blocks, shares all blocks of the parent and continues its tokens."""
-        assert parent.row is not None
+        super().fork(parent, child)
         assert child.row is not None
-        self.blocks.fork(parent, child)
         self.underway.stop(child.row)
         self.drafts.enter(child.row)
-        self.rows.fork(parent.row, child.row, self._block_size)
-        self.draft.parents[child.row] = parent.row
-        child.status = SequenceStatus.RUNNING
-
-    def append_chosen(self, sequence: Sequence, token_id: int) -> None:
-        """Gives a dependent row the token that the scheduler chose for it."""
-        assert sequence.row is not None
-        self.draft.tokens[sequence.row] = (sequence.num_tokens, token_id)
-        self.rows.num_tokens[sequence.row] += 1
-        self.rows.num_known[sequence.row] += 1
-        sequence.token_ids.append(token_id)
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
-        """Frees the rows of the sequences that have one. Steps in flight may still write to their blocks, but every
-        later step runs after them."""
-        rows = [sequence.row for sequence in sequences if sequence.row is not None]
-        for row in rows:
-            self.underway.stop(row)
-        self.draft.release(rows)
-        self.rows.release(rows)
-
-    def release(self, sequences: SequenceOf[Sequence]) -> None:
-        """Frees the rows and blocks of the sequences."""
-        self.release_rows(sequences)
-        self.blocks.free(*sequences)
-
-    def end(self, sequences: SequenceOf[Sequence]) -> None:
-        """The sequences are finished: frees their rows and some of their blocks now, and the other blocks soon."""
-        self.release_rows(sequences)
-        self.blocks.retire(sequences)
-        finished = SequenceStatus.FINISHED
         for sequence in sequences:
-            sequence.status = finished
+            if sequence.row is not None:
+                self.underway.stop(sequence.row)
+        super().release_rows(sequences)
 
     def rows_by_tenant(self) -> Counter[str]:
         """How many rows each tenant holds."""
@@ -421,10 +250,6 @@ class Batch:
 
     # Blocks
 
-    def blocks_for_decodes(self) -> int:
-        """Free blocks that the next token of every decoding row takes."""
-        return len(self.rows.without_slot(self.rows.decoding())) + self._num_copies()
-
     def blocks_to_grow(self, num_steps: int) -> int:
         """Free blocks that all sequences in the batch take in `num_steps` steps after this one, if they share none."""
         rows, size = self.rows.active.nonzero()[0], self._block_size
@@ -435,7 +260,7 @@ class Batch:
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""
         first, sequence = int(self.rows.num_sealed[row]), self.sequence(row)
-        self.draft.sealed += self.blocks.seal(sequence, first, num_full)
+        self.draft.sealed += self.blocks.cache_full_blocks(sequence, first, num_full)
         self.rows.num_sealed[row] = num_full
         if self.underway.computes(row):
             self._begin(row, num_full)
@@ -465,39 +290,15 @@ class Batch:
         """Blocks that are sealed when the row first samples; see `results`."""
         return (self.sequence(row).num_tokens - int(self.rows.dependent[row])) // self._block_size
 
-    def _tail(self, row: int) -> tuple[int, BlockId]:
-        """Logical index and block of the slot that the row's next token is written to."""
-        index = int(self.rows.num_computed[row]) // self._block_size
-        return index, self.sequence(row).block_table[index]
-
-    def _num_copies(self) -> int:
-        """Blocks that the decoding rows copy before they write: all writers of a shared block but its last holder."""
-        sharing = self.rows.sharing_tail().tolist()
-        if not sharing:
-            return 0
-        writers = Counter(self._tail(row)[1] for row in sharing)
-        return sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
-
     # The next step
 
-    def add_decodes(self, *, with_drafts: bool) -> None:
+    def add_decodes(self, *, with_drafts: bool = False) -> None:
         """Adds every decoding row to the step, with a slot for its next token and slots for drafts. The blocks for next
         tokens must be free; blocks for drafts are optional."""
-        rows = self.rows.decoding()
-        if not len(rows):
-            return
-        for row in self.rows.without_slot(rows).tolist():
-            self._append_block(row)
-        for row in self.rows.sharing_tail().tolist():
-            self._copy_on_write(row)
-        drafts, max_passes = self._growth_of(rows) if with_drafts else (None, 1)
-        self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts, max_passes)
-
-    def _append_block(self, row: int) -> None:
-        sequence = self.sequence(row)
-        block = self.blocks.append(sequence)
-        self.draft.blocks[row, len(sequence.block_table) - 1] = block
-        self.rows.num_slots[row] += self._block_size
+        rows = self._give_slots()
+        if len(rows):
+            drafts, max_passes = self._growth_of(rows) if with_drafts else (None, 1)
+            self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts, max_passes)
 
     def _growth_of(self, rows: Array) -> tuple[Array | None, int]:
         """The number of tokens beyond one that each of these decoding rows may grow by, with slots for them (None for
@@ -528,47 +329,23 @@ class Batch:
                 return growth, further + 1
         return None, 1
 
-    def _copy_on_write(self, row: int) -> None:
-        """Gives a row that is about to write to a shared block its own copy; the last holder writes in place."""
-        index, _ = self._tail(row)
-        pair = self.blocks.make_writable(self.sequence(row), index)
-        if pair is not None:
-            self.draft.copies.append(pair)
-            self.draft.blocks[row, index] = pair[1]
-        self.rows.shares_tail[row] = False
-
-    def add_chunk(self, row: int, group: SequenceGroup) -> None:
-        """Adds the row's uncomputed tokens to the step, up to the budget. The last chunk samples for all sequences of
-        the group that start from one prompt: each sequence that waits for the chunk shares its blocks and samples from
-        its logits (the paper's figure 8). A sequence with output forks no others."""
-        remaining = self.rows.num_uncomputed(row)
-        chunk = min(remaining, self.draft.budget)
-        self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]), samples=chunk == remaining)
-        parent = self.sequence(row)
-        if chunk < remaining or parent.num_output_tokens:
-            return
-        for child in group.unfinished:
-            if child is not parent and child.status is SequenceStatus.WAITING:
-                assert child.row is not None
-                self.fork(parent, child)
-                self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed
-                self.draft.sample_from(row, child.row)
+    def _sample_from(self, row: int, child: Sequence) -> None:
+        super()._sample_from(row, child)
+        assert child.row is not None
+        self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed
 
     @property
     def has_seals(self) -> bool:
         """Whether there are sealed blocks that no step has reported yet."""
-        return bool(self.blocks.still_sealed(self.draft.sealed))
+        return bool(self.blocks.pool.still_sealed(self.draft.sealed))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
-        self.draft.sealed = self.blocks.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
+        self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
         plan = self.draft.finish(step_id, self.blocks.host)
         self.draft = StepDraft(self._token_budget)
-        sampling = plan.samples[:, 0]
-        self.rows.num_computed[plan.rows] += plan.num_new_tokens
-        self.rows.prefills[sampling] = False
-        self.rows.num_tokens[sampling] += ~self.rows.dependent[sampling]
+        self._count_planned(plan)
         if plan.max_drafts is not None:
-            self.rows.grow(sampling, plan.max_drafts)
+            self.rows.grow(plan.samples[:, 0], plan.max_drafts)
         return plan

@@ -16,12 +16,13 @@ finds requests that make steps fail.
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.state import State
@@ -51,9 +52,9 @@ class Scheduler(State):
         """Keeps requests that never ran from starting for `seconds`: another replica may take them."""
         self.new_wait_until = now + seconds
 
-    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
-        """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with 0."""
-        if lease_s:
+    def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
+        """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with None."""
+        if lease_s is not None:
             self.reservations.renew(Kind.LEASE, lease, now + lease_s)
         else:
             self.reservations.end(Kind.LEASE, lease)

@@ -2,21 +2,15 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Self
 
 from quire.messages.logprob_columns import LogprobLog
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
-from scheduler_svc.core.block_pool import BlockId, CachedStart, PrefixHashes
 from scheduler_svc.core.moves import KvSource
+from scheduler_svc.core.paging import sequence as paging
+from scheduler_svc.core.paging.sequence import SequenceStatus
+from scheduler_svc.core.prefix_index import CachedStart, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
-
-
-class SequenceStatus(enum.Enum):
-    """WAITING -> RUNNING -> (SWAPPED | WAITING again by recompute) -> RUNNING -> FINISHED."""
-
-    WAITING = enum.auto()
-    RUNNING = enum.auto()
-    SWAPPED = enum.auto()
-    FINISHED = enum.auto()
 
 
 class FinishReason(enum.Enum):
@@ -36,26 +30,17 @@ class Milestone(enum.Enum):
     RESUMED = enum.auto()
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One line of text that is being generated.
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence(paging.Sequence):
+    """A sequence of a `Request`.
 
-    `token_ids` are the prompt and the output of all results so far, without tokens that steps in flight will sample.
-    `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
-    `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
     If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps the ones to
     deliver. While it waits or is swapped, `cached_start` has its blocks that `BlockManager` found in the prefix cache.
     `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens.
     """
 
     request: Request
-    index: int
-    token_ids: list[int]
     prefix_hashes: PrefixHashes
-    status: SequenceStatus = SequenceStatus.WAITING
-    block_table: list[BlockId] = field(default_factory=list[BlockId])
-    num_swapped_tokens: int = 0
-    row: int | None = None
     finish_reason: FinishReason | None = None
     cumulative_logprob: float = 0.0
     held_back: LogprobLog = field(default_factory=LogprobLog)
@@ -63,13 +48,20 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt)
+    @classmethod
+    def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
+        """A waiting sequence of the request, with these tokens so far."""
+        return cls(
+            key=request.key,
+            index=index,
+            token_ids=token_ids,
+            num_prompt_tokens=len(request.prompt),
+            max_len=request.max_len,
+            stop_token_ids=request.stop_token_ids,
+            is_dependent=request.beam is not None,
+            request=request,
+            prefix_hashes=PrefixHashes(request.cache_root, block_size),
+        )
 
     @property
     def num_emitted_tokens(self) -> int:
@@ -100,11 +92,9 @@ class Sequence:
 
     def end_reason(self) -> FinishReason | None:
         """The reason why the sequence ends with its newest token; None if it does not end."""
-        if self.token_ids[-1] in self.request.stop_token_ids:
-            return FinishReason.STOP
-        if self.num_tokens >= self.request.max_len:
-            return FinishReason.LENGTH
-        return None
+        if not self.has_ended:
+            return None
+        return FinishReason.STOP if self.token_ids[-1] in self.stop_token_ids else FinishReason.LENGTH
 
 
 @dataclass(slots=True, eq=False)
@@ -146,60 +136,44 @@ class Timeline:
         self.milestones.append((milestone, now))
 
 
-@dataclass(slots=True, eq=False)
-class SequenceGroup:
-    """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceGroup(paging.SequenceGroup[Sequence]):
+    """All sequences of one `Request`.
 
-    `order` is its place in queues: unique, the lowest goes first. `cached_tokens` are the prompt tokens that the prefix
-    cache had when the group first ran, None before. `source` is where its blocks can be fetched, until that is tried or
-    the group runs. `has_been_passed` if other groups went first while its blocks were fetched, until it runs. `beams`
-    is set if the sequences are the beams of a search.
+    `cached_tokens` are the prompt tokens that the prefix cache had when the group first ran, None before. `source` is
+    where its blocks can be fetched, until that is tried or the group runs. `has_been_passed` if other groups went first
+    while its blocks were fetched, until it runs. `beams` is set if the sequences are the beams of a search.
     """
 
     request: Request
-    order: int
-    sequences: list[Sequence]
     timeline: Timeline
     beams: BeamGroup | None = None
-    preemptions: int = 0
     cached_tokens: int | None = None
     source: KvSource | None = None
     has_been_passed: bool = False
 
     @classmethod
-    def of(cls, request: Request, order: int, block_size: int, now: float) -> "SequenceGroup":
+    def of(cls, request: Request, order: int, block_size: int, now: float) -> Self:
         """A group that arrives at `now`, in seconds, with its already emitted tokens."""
         emitted = request.emitted or [EmittedSequence(())] * request.num_sequences
-        sequences = [
-            Sequence(
-                request,
-                index,
-                [*request.prompt, *each.token_ids],
-                PrefixHashes(request.cache_root, block_size),
-                SequenceStatus.FINISHED if each.has_ended else SequenceStatus.WAITING,
-            )
-            for index, each in enumerate(emitted)
-        ]
-        group = cls(request, order, sequences, Timeline(now), source=request.source)
+        sequences: list[Sequence] = []
+        for index, each in enumerate(emitted):
+            sequences.append(Sequence.of(request, index, [*request.prompt, *each.token_ids], block_size))
+            if each.has_ended:
+                sequences[-1].status = SequenceStatus.FINISHED
+        beams = None
         if request.beam is not None:
             search = BeamSearch(request.beam, request.max_tokens, request.stop_token_ids)
-            group.beams = BeamGroup(search, list(sequences))
-        return group
-
-    @property
-    def unfinished(self) -> list[Sequence]:
-        finished = SequenceStatus.FINISHED
-        return [sequence for sequence in self.sequences if sequence.status is not finished]
-
-    @property
-    def computing(self) -> list[Sequence]:
-        """The sequences that need blocks of their own to continue. One sequence without output computes the prompt, and
-        all others without output fork from it. It comes first, so that sequences with output can share its blocks."""
-        unfinished = self.unfinished
-        if len(unfinished) == 1:
-            return unfinished
-        without_output = [sequence for sequence in unfinished if not sequence.num_output_tokens]
-        return [*without_output[:1], *(sequence for sequence in unfinished if sequence.num_output_tokens)]
+            beams = BeamGroup(search, list(sequences))
+        return cls(
+            key=request.key,
+            order=order,
+            sequences=sequences,
+            request=request,
+            timeline=Timeline(now),
+            beams=beams,
+            source=request.source,
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -210,14 +184,9 @@ class SequenceGroup:
         """Tokens that a group without blocks computes: the prompt, once, and each sequence's own output."""
         return len(self.request.prompt) + sum(sequence.num_output_tokens for sequence in self.unfinished)
 
-    @property
-    def finished(self) -> bool:
-        return not self.unfinished
-
     def restart(self) -> None:
         """The group left the batch, and its sequences wait. An interrupted search gets its candidates again."""
-        for sequence in self.unfinished:
-            sequence.status = SequenceStatus.WAITING
+        super(SequenceGroup, self).restart()
         if self.beams is not None:
             self.beams.candidates.clear()
 

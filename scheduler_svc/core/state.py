@@ -4,16 +4,19 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Room, Stop, TokenShares
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.host_memory import HostMemory
-from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import SwapSpace
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
@@ -21,15 +24,15 @@ from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
 
 class State:
     """All requests of one replica, and the memory of its worker.
 
-    Steps and preemptions are counted since the start; `last_step_id` is the newest planned step since the worker was
-    attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
+    Steps and preemptions are counted since the start, `num_attached_steps` since the worker was attached;
+    `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
     last step admitted no further group, None if no group was left. `reservations` has the blocks and rows that are kept
     for others than running requests, and `promised` the offers that got room in the last planned step. Requests that
     never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts the prompt tokens of all
@@ -79,9 +82,9 @@ class State:
         self.swap_space = SwapSpace(self.batch.blocks)
         self.room = Room(self.batch, self.swap_space, self.queues, self.reservations, self.pins)
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
-        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config)
+        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config.swaps_from)
         self.pace = Pace()
-        self.last_step_id = 0
+        self.num_attached_steps = 0
 
     def groups(self) -> Iterator[SequenceGroup]:
         """All live requests: running ones, then swapped ones, then waiting ones."""

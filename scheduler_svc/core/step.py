@@ -3,27 +3,24 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.paging import batch, scheduler
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 
-Array = NDArray[Any]
-
 
 @dataclass(frozen=True, slots=True)
-class RowAssignment:
-    """A sequence that enters a row: sent whole, once. Later steps send only changes."""
+class RowAssignment(batch.RowAssignment):
+    """A sequence that enters a row, with how its tokens are drawn."""
 
-    row: int
-    token_ids: SequenceOf[int]
-    block_table: SequenceOf[BlockId]
     sampling: RowSampling
     num_prompt_tokens: int
     traceparent: str | None = None
@@ -31,20 +28,11 @@ class RowAssignment:
     draft_scope: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step of all workers. Arrays are int64; rows of the batch are distinct.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan(batch.StepPlan):
+    """One step of all workers. Arrays are int64.
 
-    swap_out                 [o, 2]  GPU block, host block: before all else
-    swap_in                  [i, 2]  host block, GPU block: after swap_out
-    copies                   [c, 2]  source block, destination block: copy-on-write, after swap_in
-    release                  [r]     rows that hold nothing any more, before `assign`
-    forks                    [f, 2]  parent row, child row: the child gets all that the parent held before this step
     reseed                           row and seed of each child that draws with its own seed
-    set_tokens               [t, 3]  row, position, token id that was chosen for it there (beam search)
-    block_table_deltas       [d, 3]  row, logical index, block id
-    rows, num_new_tokens, num_computed_tokens  [b]  the batch
-    samples                  [s, 2]  row that samples, row of the batch whose last token's logits it samples from
     sealed                           blocks whose content is final, and their hashes
     max_drafts               [s]     number of tokens beyond one by which each sample may extend its row; None for none
     max_passes                       maximum runs of the model; `max_drafts` counts one token for each run but the first
@@ -52,20 +40,8 @@ class StepPlan:
     While steps in flight have drafts of a row, `num_computed_tokens` is the least that they may leave computed.
     """
 
-    step_id: int
-    swap_out: Array
-    swap_in: Array
-    copies: Array
-    release: Array
     assign: SequenceOf[RowAssignment]
-    forks: Array
     reseed: SequenceOf[tuple[int, int]]
-    set_tokens: Array
-    block_table_deltas: Array
-    rows: Array
-    num_new_tokens: Array
-    num_computed_tokens: Array
-    samples: Array
     sealed: SequenceOf[tuple[BlockId, BlockHash]]
     max_drafts: Array | None = None
     max_passes: int = 1
@@ -117,15 +93,12 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A planned step whose result is still to come: its sampling rows, the incarnations of these rows, and the number
-    of tokens beyond one that each may grow by (None for none); the rows that compute a chunk and sample nothing, their
-    incarnations, and their numbers of computed tokens after the step; the time of planning, in seconds; whether any row
-    computes a chunk; and the blocks that it copies from the host."""
+class StepInFlight(scheduler.StepInFlight):
+    """A planned step whose result is still to come: the number of tokens beyond one that each sampling row may grow by
+    (None for none); the rows that compute a chunk and sample nothing, their incarnations, and their numbers of computed
+    tokens after the step; the time of planning, in seconds; whether any row computes a chunk; and the blocks that it
+    copies from the host."""
 
-    step_id: int
-    rows: Array
-    incarnations: Array
     max_drafts: Array | None
     chunk_rows: Array
     chunk_incarnations: Array

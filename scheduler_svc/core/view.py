@@ -14,12 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Constraint, MovedBlocks
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import Sequence, SequenceGroup
 
 _NAMES_AT_ONCE = 256
 """Names that are compared at once: most such chunks are equal from look to look, and one C comparison shows that."""

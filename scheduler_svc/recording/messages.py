@@ -14,14 +14,15 @@ import numpy as np
 
 from quire.messages.arrays import encode_int32
 from quire.messages.logprob_columns import LogprobColumns
-from quire.messages.prefix_hashes import HASH_BYTES, hash_chain, hashes_of, pack
+from quire.messages.prefix_hashes import HASH_BYTES, BlockHash, hash_chain, hashes_of, pack
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.step import Array, SampleLogprobs, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.step import SampleLogprobs, StepInFlight, StepPlan, StepResult
 
 Header = recording_pb2.RecordingHeader
 Operation = recording_pb2.RecordedOperation

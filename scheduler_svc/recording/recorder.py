@@ -16,12 +16,14 @@ from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import entropy
 from quire.runtime.settings import ConfigurationError
-from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Adapter, ClientId, cache_root
 from scheduler_svc.core.scheduler import Scheduler
@@ -283,7 +285,7 @@ class RecordedScheduler:
 
     def _has(self, content: BlockHash) -> bool:
         """Whether a block with this name is anywhere."""
-        pools = self._core.batch.blocks.pool, self._core.swap_space.pool
+        pools = self._core.batch.blocks.pool, self._core.batch.blocks.host.pool
         return content in self._core.tier or any(pool.hits([content]) for pool in pools)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:

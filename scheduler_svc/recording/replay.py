@@ -14,10 +14,9 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from quire.messages.prefix_hashes import hashes_of
+from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
@@ -183,12 +182,12 @@ class Replayer:
         if self._start is None and operation.now:
             self._start = operation.now
         seconds = f" at {operation.now - (self._start or 0):.3f} s" if operation.now else ""
-        step_id = 0 if self.scheduler is None else self.scheduler.last_step_id
+        step_id = 0 if self.scheduler is None else self.scheduler.num_attached_steps
         return f"operation {self.report.num_operations}{seconds}, step {step_id}"
 
 
 def _rename(core: Scheduler, rename: Any, now: float) -> None:
-    for named in (core.batch.blocks.pool, core.swap_space.pool, core.tier):
+    for named in (core.batch.blocks.pool, core.batch.blocks.host.pool, core.tier):
         named.rename(BlockHash(rename.name), BlockHash(rename.hash))
 
 
@@ -218,7 +217,7 @@ _CALLS: Mapping[str, Callable[[Scheduler, Any, float], object]] = {
         _key(each.client, each.handle), Lease(each.lease), now, each.lease_seconds
     ),
     "hold_new": lambda core, each, now: core.hold_new(now, each.seconds),
-    "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds),
+    "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds or None),
     "give_up_preparation": lambda core, each, now: core.give_up_preparation(each.number, 0.0),
     "take_preparations": lambda core, each, now: core.take_preparations(),
 }

@@ -78,7 +78,7 @@ class CacheFeed:
         self.report_changes()
         if (scheduler := self._scheduler) is None:
             return []
-        return scheduler.tier.names(first, end) + scheduler.swap_space.pool.names(first, end)
+        return scheduler.tier.names(first, end) + scheduler.batch.blocks.host.pool.names(first, end)
 
     def unwatch(self, watcher: CacheWatcher) -> None:
         """Stops notifying `watcher`. After the last watcher the core records no changes any more."""

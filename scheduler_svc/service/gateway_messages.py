@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.messages.logprob_columns import LogprobLog
-from quire.messages.prefix_hashes import SALT_BYTES
+from quire.messages.prefix_hashes import SALT_BYTES, BlockHash
 from quire.model_files.adapter_files import DIGEST_BYTES
 from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
@@ -17,11 +17,12 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.service import compatibility
 from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
+from scheduler_svc.core.sequence import FinishReason, Sequence
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.metrics import Served
@@ -345,7 +346,7 @@ async def state_message(
     scheduler = replica.scheduler
     if scheduler is None:
         return message
-    message.last_step_id = scheduler.last_step_id
+    message.last_step_id = scheduler.num_attached_steps
     message.steps = scheduler.num_steps
     add_queues(message, scheduler)
     if is_of_gateway is not None:
@@ -434,7 +435,7 @@ class _Snapshot:
     @classmethod
     def from_sequence(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
         is_swapped = sequence.status is SequenceStatus.SWAPPED
-        pool = scheduler.swap_space.pool if is_swapped else scheduler.batch.blocks.pool
+        pool = scheduler.batch.blocks.host.pool if is_swapped else scheduler.batch.blocks.pool
         state = scheduler_pb2.SequenceState(
             request_id=sequence.request.request_id,
             sequence_index=sequence.index,

@@ -172,7 +172,7 @@ class _State(Collector):
         queues = {"waiting": scheduler.waiting, "running": scheduler.running, "swapped": scheduler.swapped}
         lengths = {name: len(queue) for name, queue in queues.items()}
         yield _gauges("live_requests", "Live requests.", "queue", lengths)
-        pool, host = scheduler.batch.blocks.pool, scheduler.swap_space.pool
+        pool, host = scheduler.batch.blocks.pool, scheduler.batch.blocks.host.pool
         blocks = {
             "free": pool.num_free - pool.num_cached,
             "cached": pool.num_cached,

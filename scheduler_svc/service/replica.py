@@ -20,12 +20,13 @@ from quire.service.compatibility import epoch_of_start
 from quire.tracing import TraceContext
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Request, RequestKey
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import usage_of
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.service.cache_changes import CacheFeed
@@ -189,7 +190,7 @@ class Replica:
                 self.unsent_offers.append(offer_message(lease, sealed))
                 self.wake_after(LEASE_S)
             else:
-                self.scheduler.renew_lease(lease, clock.monotonic(), 0)
+                self.scheduler.renew_lease(lease, clock.monotonic(), None)
         self._record_ended(1)
         self.wake.set()
         return source

@@ -324,7 +324,7 @@ class StepLoop:
         """Another replica has fetched blocks: their lease is renewed, or ends once all ranks' blocks were fetched."""
         num_done = scheduler.reservations.count_fetched(fetched.lease) if fetched.is_done else 0
         is_over = num_done == len(self.replica.workers)
-        scheduler.renew_lease(fetched.lease, now, 0 if is_over else LEASE_S)
+        scheduler.renew_lease(fetched.lease, now, None if is_over else LEASE_S)
         self.replica.wake_after(LEASE_S)
         self.lifecycle.update_busy()
 

@@ -12,10 +12,12 @@ from quire.rpc.errors import Unavailable, invalid_field
 from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.admission import Obstacle
-from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import StepPlan, Usage
 from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, waiting
 
@@ -144,10 +146,10 @@ def add_pools(
 ) -> None:
     """Sets the numbers of blocks of both pools."""
     message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+    message.host_pool.CopyFrom(_pool_message(scheduler.batch.blocks.host.pool))
 
 
-def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
+def _pool_message(pool: PrefixIndex, num_pinned: int = 0) -> scheduler_pb2.PoolState:
     """The number of blocks of a pool in each state."""
     return scheduler_pb2.PoolState(
         total_blocks=pool.num_blocks,
@@ -311,7 +313,7 @@ def block_message(
     """One block with its owners and the tokens that they have there. Raises QuireError."""
     if scheduler is None:
         raise Unavailable("no worker is attached yet", reason="NO_WORKER", retry_after_ms=100)
-    pool = scheduler.swap_space.pool if request.is_host else scheduler.batch.blocks.pool
+    pool = scheduler.batch.blocks.host.pool if request.is_host else scheduler.batch.blocks.pool
     if request.block_id >= pool.num_blocks:
         raise invalid_field("block_id", f"is {request.block_id}; the pool has {pool.num_blocks} blocks")
     block = BlockId(request.block_id)

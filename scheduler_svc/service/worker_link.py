@@ -9,6 +9,7 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
+from quire.messages.prefix_hashes import BlockHash
 from quire.model_files.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, Unavailable, from_rpc_error
@@ -18,8 +19,8 @@ from quire.runtime.failpoint import failpoint
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import check_model
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import CommonTier, KvSource
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (

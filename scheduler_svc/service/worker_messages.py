@@ -11,7 +11,7 @@ import numpy as np
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_float32, decode_int32, decode_logprobs, encode_int32
 from quire.messages.logprob_columns import LogprobColumns
-from quire.messages.prefix_hashes import hashes_of
+from quire.messages.prefix_hashes import BlockHash, hashes_of
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.service import compatibility
 from quire.service.compatibility import (
@@ -24,8 +24,8 @@ from quire.service.compatibility import (
 )
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.moves import Arriving, KvSource, Lease
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Adapter, Constraint, Request
 from scheduler_svc.core.running_batch import RowTable

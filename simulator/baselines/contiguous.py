@@ -13,9 +13,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
@@ -42,7 +44,7 @@ class Reservation(enum.Enum):
         return prompt + output
 
 
-class RegionPool(BlockPool):
+class RegionPool(PrefixIndex):
     """Blocks that are allocated in contiguous regions of power-of-two sizes. No block is ever shared or cached."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -147,7 +149,7 @@ class ContiguousBlocks(BlockManager):
 
     # Regions
 
-    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
         request = sequences[0].request
         if request.key not in self._of_request:
             pieces = self._reserve(request)
@@ -204,7 +206,7 @@ class ContiguousBlocks(BlockManager):
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         return 0, []
 
-    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+    def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         return []
 
     def make_writable(self, sequence: Sequence, index: int) -> tuple[BlockId, BlockId] | None:

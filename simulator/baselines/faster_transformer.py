@@ -34,7 +34,7 @@ class RequestLevelBatches(ContiguousBlocks):
     def _has_run(self) -> bool:
         return any(sequence.num_output_tokens for sequence in self._batch)
 
-    def allocate(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
         request = sequences[0].request
         if request.num_sequences > 1:
             raise ValueError(f"a request has {request.num_sequences} sequences; batches take requests of one")
@@ -42,7 +42,7 @@ class RequestLevelBatches(ContiguousBlocks):
             self.batches.append([])
         self._batch += sequences
         self.batches[-1].append(request.key)
-        return super().allocate(sequences)
+        return super().allocate_slots(sequences)
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         self._over += [sequence for sequence in sequences if sequence in self._batch]

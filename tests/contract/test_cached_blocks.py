@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
 from quire.messages.prefix_hashes import root_hash, short
-from scheduler_svc.core.block_pool import PrefixHashes
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.service import cache_changes
 from scheduler_svc.service.cache_changes import CacheDigest, CacheFeed, sampling_bits_for
 from scheduler_svc.service.gateway_messages import gateway_messages

@@ -23,7 +23,7 @@ class CacheMirror:
         assert self._log.take() == CacheChanges(True, [], {})
         self.blocks = dict.fromkeys(scheduler.batch.blocks.pool.sealed_hashes())
         self.tier = set(scheduler.tier._slots)
-        self.host = set(scheduler.swap_space.pool.sealed_hashes())
+        self.host = set(scheduler.batch.blocks.host.pool.sealed_hashes())
 
     def check(self) -> None:
         """Applies new changes, and compares the copy with the cache."""
@@ -34,7 +34,7 @@ class CacheMirror:
         pool = self._scheduler.batch.blocks.pool
         assert self.blocks.keys() == set(pool.sealed_hashes())
         assert self.tier == set(self._scheduler.tier._slots)
-        assert self.host == set(self._scheduler.swap_space.pool.sealed_hashes())
+        assert self.host == set(self._scheduler.batch.blocks.host.pool.sealed_hashes())
 
     def _apply(self, changes: CacheChanges) -> None:
         assert len(changes.removed) + len(changes.stored) <= 2 * self._scheduler.config.num_blocks

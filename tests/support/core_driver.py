@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
-from scheduler_svc.core.block_pool import BlockHash, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
     Adapter,
@@ -661,7 +662,7 @@ class Driver:
                 assert self.samples[request.key.handle, index] == expected_output(request, index)
         assert self.scheduler.batch.blocks.pool.num_used == self.scheduler.pins.num_pinned
         assert self.scheduler.batch.rows.num_free == self.scheduler.config.max_num_seqs
-        assert self.scheduler.swap_space.pool.num_used == 0
+        assert self.scheduler.batch.blocks.host.pool.num_used == 0
 
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None

@@ -16,15 +16,17 @@ from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
     Adapter,
@@ -40,7 +42,7 @@ from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.reservations import Kind, Owner, Reservations
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from tests.sim.world.durations import Times, misread_pin
 from tests.sim.world.fairness import Bills, Shares
 from tests.sim.world.http_calls import salt_of
@@ -600,7 +602,7 @@ class CheckedScheduler(Scheduler):
         self._check()
         return sealed
 
-    def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
+    def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
         super().renew_lease(lease, now, lease_s)
         leased = self.reservations[Kind.LEASE].get(lease)
         if leased is not None and (not lease_s or leased.expires_at != now + lease_s):
@@ -829,7 +831,7 @@ class CheckedScheduler(Scheduler):
         return needed + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
-        if self._makes_slots and self.batch.blocks.has_retired:
+        if self._makes_slots and self.batch.blocks.retired:
             self._report(AssertionError(f"{group.request.request_id} makes room beside blocks of finished requests"))
         if self._makes_slots and self._needed_now() <= self.batch.blocks.pool.num_free:
             self._report(AssertionError(f"{group.request.request_id} makes room, and there is some"))

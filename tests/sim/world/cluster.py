@@ -22,8 +22,8 @@ from quire.messages.prefix_hashes import short
 from quire.model_files.progress import READING, LoadProgress
 from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
-from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.reservations import Reservations
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
@@ -575,7 +575,7 @@ class Cluster:
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
         for host, core in self.cores.items():
-            pool, swap = core.batch.blocks.pool, core.swap_space.pool
+            pool, swap = core.batch.blocks.pool, core.batch.blocks.host.pool
             if core.num_live or core.in_flight or len(core.pins):
                 yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
             elif pool.num_free < pool.num_blocks or swap.num_free < swap.num_blocks or core.batch.rows.active.any():
@@ -607,7 +607,7 @@ class Cluster:
                 if name is not None and names.get(block) != name:
                     yield f"{host} has a name for block {block}, which its worker has not sealed"
             runner = self.runners[self.running[worker_host].name]
-            for block, name in enumerate(core.swap_space.pool.names(0, core.swap_space.pool.num_blocks)):
+            for block, name in enumerate(core.batch.blocks.host.pool.names(0, core.batch.blocks.host.pool.num_blocks)):
                 if name is not None and runner.ends_on_host(block) != self.names[name][:2]:
                     yield f"{host} has a name for host block {block}, which does not hold that"
             if isinstance(tier := worker.disk, SimDiskTier):

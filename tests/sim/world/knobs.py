@@ -15,7 +15,7 @@ _LOWEST: dict[str, int] = {
     "gateway.replicas.link._TOKENS_AT_ONCE": 3,
     "gateway.request.durable.MAX_KEPT_TOKENS": 100,
     "scheduler_svc.core.running_batch._NUM_COMPARED": 3,
-    "scheduler_svc.core.block_pool._MAX_CHANGES": 4,
+    "scheduler_svc.core.prefix_index._MAX_CHANGES": 4,
     "scheduler_svc.core.kv_cache._HASHES_AT_FIRST": 1,
     "scheduler_svc.core.kv_cache._MAX_HASHES_AT_ARRIVAL": 2,
     "scheduler_svc.core.kv_cache._MAX_RECLAIMED": 1,

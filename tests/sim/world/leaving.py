@@ -8,12 +8,13 @@ from weakref import WeakKeyDictionary
 
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import Adapter
 
 _NEWEST = BlockId(-1)
 """A key that is no block, for the time of the block that was freed last."""
-_FREED_AT: WeakKeyDictionary[BlockPool, dict[BlockId, int]] = WeakKeyDictionary()
+_FREED_AT: WeakKeyDictionary[PrefixIndex, dict[BlockId, int]] = WeakKeyDictionary()
 """Times of the last free of blocks, by pool, in this world, as increasing numbers. Recordings use no test classes."""
 
 
@@ -22,14 +23,14 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
     """Records inside the block the order in which blocks are freed. Blocks must be handed out in that order after all
     blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block before
     the one with this name."""
-    free_blocks, restore_block = BlockPool.free, BlockPool.restore
+    free_blocks, restore_block = PrefixIndex.free, PrefixIndex.restore
 
-    def note(pool: BlockPool, blocks: Iterable[BlockId]) -> None:
+    def note(pool: PrefixIndex, blocks: Iterable[BlockId]) -> None:
         times = _FREED_AT.setdefault(pool, {})
         for block in blocks:
             times[_NEWEST] = times[block] = times.get(_NEWEST, 0) + 1
 
-    def free(pool: BlockPool, *tables: Sequence[BlockId]) -> None:
+    def free(pool: PrefixIndex, *tables: Sequence[BlockId]) -> None:
         for table in tables:
             later = set[BlockHash]()
             # Host memory frees the blocks that a step loads as one table, with a block for each sequence that loads it.
@@ -45,18 +46,18 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
         note(pool, (block for table in tables for block in reversed(table)))
         free_blocks(pool, *tables)
 
-    def restore(pool: BlockPool, block: BlockId, content: BlockHash) -> None:
+    def restore(pool: PrefixIndex, block: BlockId, content: BlockHash) -> None:
         had_name = pool.hash_of(block) is not None
         restore_block(pool, block, content)
         if not had_name and pool.hash_of(block) is not None:
             note(pool, (block,))
 
     _FREED_AT.clear()
-    with patch.object(BlockPool, "free", free), patch.object(BlockPool, "restore", restore):
+    with patch.object(PrefixIndex, "free", free), patch.object(PrefixIndex, "restore", restore):
         yield
 
 
-def out_of_order(pool: BlockPool) -> str | None:
+def out_of_order(pool: PrefixIndex) -> str | None:
     """The error in the order of the free blocks; None if it is right."""
     free, times = pool.free_blocks(), _FREED_AT.get(pool, {})
     names = pool.hashes_of(free)

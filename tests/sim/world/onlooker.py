@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from itertools import chain
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from quire.messages.prefix_hashes import BlockHash
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.view import Changes, View

@@ -27,10 +27,9 @@ KEPT: dict[str, str] = {
         CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
         Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
-        BlockFile._free BlockFile._slots BlockPool._by_hash BlockPool._changes BlockPool._found BlockPool._hashes
-        BlockPool._ref_counts CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk CachedTokens.token_ids
-        Tier._by_slot Tier._slots
-        _Restored.hashes""",
+        BlockFile._free BlockFile._slots CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk
+        CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._changes PrefixIndex._found PrefixIndex._hashes
+        PrefixIndex._ref_counts Tier._by_slot Tier._slots _Restored.hashes""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled

@@ -25,14 +25,16 @@ from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
 from quire.service.compatibility import UNKNOWN_MODEL
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import Handle, RequestKey
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
-from scheduler_svc.core.sequence import Sequence, SequenceStatus
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.outbox import Readiness
@@ -79,7 +81,7 @@ class NamingBlocks(BlockManager):
         super().__init__(config.num_blocks, config.block_size, config.watermark)
         self._names = names
 
-    def seal(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
+    def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         owner = f"{sequence.request.tenant} {sequence.request.cache_salt.hex()}"
         if not all(name in self._names for name in hashes):
@@ -91,7 +93,7 @@ class NamingBlocks(BlockManager):
                 self._names[name] = (*ends, owner, self._cached_tokens(sequence, index))
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
-        return super().seal(sequence, first, end)
+        return super().cache_full_blocks(sequence, first, end)
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks, and checks that their cached contents move to host memory, if it caches evicted blocks and has

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import block_pool, kv_cache, planner
-from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core import kv_cache, planner, prefix_index
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan, StepResult
@@ -377,7 +377,7 @@ def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_change
     large = make_request(3, prompt=[6] * 1600 + [7] * 570, max_tokens=60, num_sequences=num_sequences)
     scheduler.submit(continued(large, [1] * num_sequences), 0.0)
     run_steps(scheduler, 2)
-    looks = [counted(BlockPool, name, lambda _, pool, blocks: blocks) for name in ("hits", "num_free_of")]
+    looks = [counted(PrefixIndex, name, lambda _, pool, blocks: blocks) for name in ("hits", "num_free_of")]
     free = scheduler.batch.blocks.pool.sealed_hashes()
     run_steps(scheduler, 40)
     assert set(free) - set(scheduler.batch.blocks.pool.sealed_hashes()), "nothing was evicted"
@@ -388,7 +388,7 @@ def test_a_prompt_that_does_not_fit_is_looked_up_once_while_nothing_of_it_change
 
 def test_a_prompt_is_hashed_no_further_than_it_may_be_cached_before_it_is_computed(counted):
     scheduler = make_scheduler()
-    hashes = counted(block_pool, "hash_chain", lambda hashes, *_: hashes)
+    hashes = counted(prefix_index, "hash_chain", lambda hashes, *_: hashes)
     scheduler.submit(make_request(0, prompt_len=1600, max_tokens=2), 0.0)
     assert scheduler.schedule(0.0) is not None
     assert len(hashes) <= 16
@@ -403,7 +403,7 @@ def test_a_cached_prompt_is_hashed_when_it_comes_and_what_is_too_long_for_that_w
     scheduler = make_scheduler()
     scheduler.submit(make_request(0, prompt=[5] * 1600, max_tokens=2), 0.0)
     run_steps(scheduler, 2)
-    hashes = counted(block_pool, "hash_chain", lambda hashes, *_: hashes)
+    hashes = counted(prefix_index, "hash_chain", lambda hashes, *_: hashes)
     scheduler.submit(make_request(1, prompt=[5] * 1600, max_tokens=2), 0.0)
     assert len(hashes) == num_at_arrival
     plan = scheduler.schedule(0.0)

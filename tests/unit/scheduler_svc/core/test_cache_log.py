@@ -1,11 +1,13 @@
 """The log of a prefix cache: stored and evicted blocks, in few changes."""
 
 from quire.messages.prefix_hashes import root_hash
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.host_memory import HostMemory
-from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import MoveCounts
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import SwapSpace
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.sequence import Sequence
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
@@ -105,14 +107,14 @@ def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swa
     blocks, log = BlockManager(8, 4, 0.0), CacheLog()
     blocks.host, blocks.pool.log = HostMemory(8, MoveCounts()), log
     space, pool = SwapSpace(blocks), blocks.pool
-    sequence = Sequence(make_request(1, prompt=PROMPT), 0, list(PROMPT), PrefixHashes(root_hash(""), 4))
-    blocks.allocate([sequence])
-    blocks.seal(sequence, 0, 3)
+    sequence = Sequence.of(make_request(1, prompt=PROMPT), 0, list(PROMPT), 4)
+    blocks.allocate_slots([sequence])
+    blocks.cache_full_blocks(sequence, 0, 3)
     sequence.num_swapped_tokens = 12
     space.swap_out([sequence])
     pool.free(pool.allocate(8))
     came = pool.allocate(3)
-    blocks.seal_moved(zip(came, HASHES, strict=True))
+    blocks.pool.seal_moved(zip(came, HASHES, strict=True))
     pool.free(came)
     assert log.take().stored == dict.fromkeys(HASHES)
     space.swap_in([sequence])
@@ -127,7 +129,7 @@ def test_a_block_that_came_while_a_request_computed_it_is_told_with_its_tokens()
     driver.next_plan()
     blocks = driver.scheduler.batch.blocks
     (block,) = blocks.pool.allocate(1)
-    blocks.seal_moved([(block, HASHES[0])])
+    blocks.pool.seal_moved([(block, HASHES[0])])
     blocks.pool.free([block])
     mirror.check()
     assert mirror.blocks == {HASHES[0]: None}

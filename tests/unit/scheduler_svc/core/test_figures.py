@@ -1,6 +1,6 @@
 """The paper's figures 6, 7 and 8, block by block. Blocks are numbered here as this allocator hands them out."""
 
-from scheduler_svc.core.block_pool import BlockId
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.step import StepPlan, StepWork
 from tests.support.core_driver import Driver, make_config, make_request
 

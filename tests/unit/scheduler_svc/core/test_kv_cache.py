@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.messages.prefix_hashes import block_hash, root_hash
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, FreeQueue, PrefixHashes
+from quire.messages.prefix_hashes import BlockHash, block_hash, root_hash
 from scheduler_svc.core.kv_cache import VictimTables
+from scheduler_svc.core.paging.block_pool import BlockId, FreeQueue
+from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import Driver, make_config, make_request
@@ -75,7 +76,7 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
 
 
 def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
-    pool, (first, second) = BlockPool(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
+    pool, (first, second) = PrefixIndex(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
     for block, content in ((0, first), (0, second), (1, first)):
         pool.restore(BlockId(block), content)
     assert pool.sealed_hashes() == [first]
@@ -83,7 +84,7 @@ def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_f
 
 
 def test_the_pool_hands_out_unsealed_blocks_first_then_the_least_recently_freed_deepest_first():
-    pool = BlockPool(6)
+    pool = PrefixIndex(6)
     old, new, plain = pool.allocate(2), pool.allocate(2), pool.allocate(1)
     for index, block in enumerate([*old, *new]):
         assert pool.seal(block, BlockHash(bytes([index]) * 32))
@@ -99,7 +100,7 @@ def test_the_pool_hands_out_unsealed_blocks_first_then_the_least_recently_freed_
 
 @pytest.mark.parametrize("num_holders", [1, 2, 3])
 def test_a_shared_block_counts_as_free_with_the_last_of_its_holders_that_leaves(num_holders):
-    pool = BlockPool(2)
+    pool = PrefixIndex(2)
     table = pool.allocate(2)
     for _ in range(num_holders - 1):
         pool.touch(table)

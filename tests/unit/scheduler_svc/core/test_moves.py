@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Tier
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
@@ -63,7 +65,7 @@ def test_a_lease_ends_once_its_blocks_are_fetched() -> None:
     driver, request = Driver(make_config()), make_request(1, prompt_len=9, max_tokens=20)
     running(driver, request)
     hand_over(driver, request)
-    driver.scheduler.renew_lease(LEASE, driver.clock, 0)
+    driver.scheduler.renew_lease(LEASE, driver.clock, None)
     driver.check()
     assert used(driver) == 0
 
@@ -127,7 +129,7 @@ def test_only_blocks_that_are_fetched_can_fail() -> None:
 
 
 def test_ranks_that_sent_their_parts_are_counted_as_long_as_their_lease_lasts() -> None:
-    table = Reservations(BlockPool(8))
+    table = Reservations(PrefixIndex(8))
     table.add(Kind.LEASE, LEASE, [], 1.0)
     assert [table.count_fetched(each) for each in (LEASE, LEASE, Lease(b"other"))] == [1, 2, 0]
     table.expire_leases(1.0)

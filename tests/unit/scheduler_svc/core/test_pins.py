@@ -4,8 +4,9 @@ import pytest
 
 from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core import arrivals
-from scheduler_svc.core.block_pool import BlockId, PrefixHashes
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import NeverFitsError, PinQuotaError
 from scheduler_svc.core.scheduler import Scheduler
 from tests.support.core_driver import Driver, make_config, make_request

@@ -3,9 +3,9 @@
 import pytest
 
 from scheduler_svc.core import preparation
-from scheduler_svc.core.block_pool import PrefixHashes
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
+from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import NUM_KEPT, Preparation
 from scheduler_svc.core.request import Adapter, Constraint, Need, Request
 from tests.support.core_driver import Driver, expected_output, make_config, make_request

@@ -424,7 +424,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         assert scheduler.batch.blocks.pool.num_used == scheduler.pins.num_pinned
         scheduler.expire_pins(self.driver.clock + 100)
-        assert scheduler.batch.blocks.pool.num_used == scheduler.swap_space.pool.num_used == 0
+        assert scheduler.batch.blocks.pool.num_used == scheduler.batch.blocks.host.pool.num_used == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

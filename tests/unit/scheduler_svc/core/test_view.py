@@ -10,11 +10,11 @@ import pytest
 from scheduler_svc.core import view
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
-from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PreemptionMode
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import RefusedError
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import SequenceStatus
 from scheduler_svc.core.view import Changes, Picture, View
 from tests.support.core_driver import Driver, make_config, make_request
 
@@ -61,7 +61,7 @@ class ViewMirror:
 
     def check(self, scheduler: Scheduler) -> None:
         """Checks that it equals the scheduler's state."""
-        pool, host = scheduler.batch.blocks.pool, scheduler.swap_space.pool
+        pool, host = scheduler.batch.blocks.pool, scheduler.batch.blocks.host.pool
         swapped = SequenceStatus.SWAPPED.value
         of_host = [table for number, table in self.tables.items() if self.progress[number][0] == swapped]
         of_gpu = [table for number, table in self.tables.items() if self.progress[number][0] != swapped]

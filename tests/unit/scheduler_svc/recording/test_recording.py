@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from quire.messages.prefix_hashes import BlockHash
 from quire.runtime.settings import ConfigurationError
 from quire_cli.main import main
 from scheduler_svc.core.beam_search import BeamParameters
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.recording import files

@@ -6,11 +6,12 @@ from typing import Any, cast
 
 import grpc.aio
 
+from quire.messages.prefix_hashes import BlockHash
 from quire.scheduler.v1 import scheduler_pb2
 from quire.service.compatibility import SCHEDULER_PROTOCOL, WORKER_PROTOCOL
 from quire.worker.v1 import worker_pb2
-from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from scheduler_svc.service.worker_messages import replica_info

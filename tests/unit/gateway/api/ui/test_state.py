@@ -85,7 +85,7 @@ def act(driver: Driver, watchers: Watchers, turn: int) -> None:
 
 
 def held(driver: Driver) -> dict[str, Any]:
-    pool, host = driver.scheduler.batch.blocks.pool, driver.scheduler.swap_space.pool
+    pool, host = driver.scheduler.batch.blocks.pool, driver.scheduler.batch.blocks.host.pool
     return {
         "refs": [pool.ref_count(block) for block in pool_blocks(pool)],
         "host_refs": [host.ref_count(block) for block in pool_blocks(host)],

@@ -1,0 +1,268 @@
+"""Block tables: blocks for tokens as they come, copy-on-write, and swapping (the paper's sections 4.2 to 4.5)."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Generic, Protocol
+
+from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
+from scheduler_svc.core.paging.sequence import S
+
+
+class LayerGroup(Protocol):
+    """Layers of one kind, and their needs of a sequence's block table."""
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks of a table for this many tokens."""
+        ...
+
+    def may_free(self, num_computed_tokens: int) -> int:
+        """Blocks at the start of a table that no token after the first `num_computed_tokens` reads."""
+        ...
+
+    def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
+        """Blocks at the start of a sequence that need no computation, given the cached block of each logical index."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttention:
+    """Layers in which each token reads all tokens before it."""
+
+    block_size: int
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def may_free(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
+        return cached.index(None) if None in cached else len(cached)
+
+
+class HostBlocks:
+    """Host memory below the pool, and the copies of the next step: first to the host, then back, before it writes."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        # Pool block by host block, and host block by pool block.
+        self._out: dict[BlockId, BlockId] = {}
+        self._in: dict[BlockId, BlockId] = {}
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next step copies blocks."""
+        return bool(self._out or self._in)
+
+    @property
+    def loading(self) -> list[BlockId]:
+        """The host blocks that the next step copies back, each with a reference for that."""
+        return list(self._in.values())
+
+    def copy_out(self, block: BlockId) -> BlockId:
+        """Copies a block of the pool. Returns the host block, with a reference."""
+        (host,) = self._allocate()
+        # The host block may have a planned copy and have been freed since, before any plan: this content replaces it.
+        self._out[host] = block
+        return host
+
+    def _allocate(self) -> list[BlockId]:
+        return self.pool.allocate(1)
+
+    def load(self, host: BlockId, block: BlockId) -> None:
+        """Copies a block to the pool. The caller may free the host block from now on."""
+        self.pool.touch((host,))
+        self._in[block] = host
+
+    def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
+        """The copies of a finished step: pairs (pool block, host block), and pairs (host block, pool block)."""
+        if not self.has_copies:
+            return [], []
+        out = [(block, host) for host, block in self._out.items()]
+        back = [(host, block) for block, host in self._in.items()]
+        # The first blocks of a prefix count as the most recently used.
+        self.pool.free(self.loading)
+        self._out, self._in = {}, {}
+        return out, back
+
+
+class BlockTables(Generic[S]):
+    """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them. A prefix cache
+    overrides `cached` and `reuse`. `watermark` is the share of the pool that admission leaves free, so that a newly
+    admitted sequence is not preempted at once for want of a block."""
+
+    def __init__(self, pool: BlockPool, host: HostBlocks, block_size: int, watermark: float) -> None:
+        self.pool = pool
+        self.host = host
+        self.block_size = block_size
+        self.layers: LayerGroup = FullAttention(block_size)
+        self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return self.layers.blocks_needed(num_tokens)
+
+    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
+        """Whether a group that takes this many free blocks may start and leave `reserve` free, or at least the
+        watermark. If it would run `alone`, these protect no other group."""
+        return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
+
+    def cached(self, sequence: S) -> list[BlockId]:
+        """The blocks of the pool that have the content of the sequence's first blocks."""
+        return []
+
+    def reuse(self, sequence: S, blocks: list[BlockId]) -> None:
+        """Adds a reference to each of these cached blocks of the sequence, which enters the batch."""
+        self.pool.touch(blocks)
+
+    def more_cached(self, sequence: S, shared: list[BlockId]) -> list[BlockId]:
+        """`shared`, and blocks after them that the next step fills with the sequence's content from elsewhere."""
+        return shared
+
+    def take(self, count: int) -> list[BlockId]:
+        """Takes blocks that the next step, or a later one, writes."""
+        return self.pool.allocate(count)
+
+    def save(self, block: BlockId) -> BlockId:
+        """`HostBlocks.copy_out`, unless the host has its content."""
+        return self.host.copy_out(block)
+
+    def blocks_to_allocate(self, sequences: SequenceOf[S]) -> int:
+        """Free blocks that `allocate_slots` takes."""
+        return sum(self.blocks_for(sequence.num_tokens) for sequence in sequences)
+
+    def allocate_slots(self, sequences: SequenceOf[S]) -> list[int]:
+        """Gives sequences blocks for all their tokens. Returns how many tokens each need not compute."""
+        return [self._allocate_one(sequence, self.cached(sequence)) for sequence in sequences]
+
+    def _allocate_one(self, sequence: S, shared: list[BlockId]) -> int:
+        assert not sequence.block_table, "the sequence has blocks already"
+        shared = shared[: self.layers.hit_length(shared)]
+        self.reuse(sequence, shared)
+        shared = self.more_cached(sequence, shared)
+        sequence.block_table = [*shared, *self.take(self.blocks_for(sequence.num_tokens) - len(shared))]
+        return len(shared) * self.block_size
+
+    def append_slot(self, sequence: S) -> BlockId:
+        """Adds one block to the end of a sequence's table."""
+        (block,) = self.take(1)
+        sequence.block_table.append(block)
+        return block
+
+    def fork(self, parent: S, child: S) -> None:
+        """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
+        assert not child.block_table, "the child has blocks already"
+        self.pool.touch(parent.block_table)
+        child.block_table = list(parent.block_table)
+
+    def make_writable(self, sequence: S, index: int) -> tuple[BlockId, BlockId] | None:
+        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None if
+        no other sequence holds the block: then it is written in place."""
+        shared = sequence.block_table[index]
+        if self.pool.ref_count(shared) == 1:
+            return None
+        (own,) = self.take(1)
+        self.pool.free([shared])
+        sequence.block_table[index] = own
+        return shared, own
+
+    def free(self, *sequences: S) -> None:
+        """Frees all blocks of the sequences, one sequence after the other."""
+        self.pool.free(*(sequence.block_table for sequence in sequences))
+        for sequence in sequences:
+            sequence.block_table = []
+
+    def retire(self, sequences: SequenceOf[S]) -> None:
+        """`free` for finished sequences. An implementation may free some of them later."""
+        self.free(*sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """The table of one sequence after its swap in: cached blocks, copies of host blocks, new blocks."""
+
+    hits: list[BlockId]
+    from_host: list[BlockId]
+    num_new: int
+
+
+class SwapSpace(Generic[S]):
+    """Groups whose blocks are in host memory (the paper's section 4.5). A block that several sequences of a group share
+    moves once, and they share it again when they are back."""
+
+    def __init__(self, blocks: BlockTables[S]) -> None:
+        self._blocks = blocks
+
+    def can_swap_out(self, sequences: SequenceOf[S]) -> bool:
+        """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
+        return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self._blocks.host.pool.num_free
+
+    def swap_out(self, sequences: SequenceOf[S]) -> None:
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks."""
+        host_of: dict[BlockId, BlockId] = {}
+        for sequence in sequences:
+            kept = self._kept(sequence)
+            self._blocks.host.pool.touch([host_of[block] for block in kept if block in host_of])
+            for block in kept:
+                if block not in host_of:
+                    host_of[block] = self._blocks.save(block)
+            self._blocks.free(sequence)
+            sequence.block_table = [host_of[block] for block in kept]
+
+    def blocks_needed(self, sequences: SequenceOf[S]) -> int:
+        """Free blocks that `swap_in` takes, and blocks that the sequences then copy before they write again."""
+        returns = [self._return(sequence) for sequence in sequences]
+        free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
+        taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
+        return free_hits + taken + self._num_copies(returns, sequences)
+
+    def swap_in(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
+        """Gives the sequences GPU blocks for all their tokens. Returns how many tokens of each are computed, and how
+        many of its first blocks are cached ones."""
+        returns = [self._return(sequence) for sequence in sequences]
+        for sequence, each in zip(sequences, returns, strict=True):
+            self._blocks.reuse(sequence, each.hits)
+        gpu_of: dict[BlockId, BlockId] = {}
+        for sequence, each in zip(sequences, returns, strict=True):
+            self._blocks.pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])
+            moved = [block for block in each.from_host if block not in gpu_of]
+            for host, block in zip(moved, self._blocks.take(len(moved)), strict=True):
+                self._blocks.host.load(host, block)
+                gpu_of[host] = block
+            self.free(sequence)
+            back = [gpu_of[block] for block in each.from_host]
+            sequence.block_table = [*each.hits, *back, *self._blocks.take(each.num_new)]
+        pairs = zip(returns, sequences, strict=True)
+        return [(self._num_computed(each, sequence), len(each.hits)) for each, sequence in pairs]
+
+    def free(self, sequence: S) -> None:
+        """Frees the host blocks of a sequence."""
+        self._blocks.host.pool.free(sequence.block_table)
+        sequence.block_table = []
+
+    def _num_copies(self, returns: SequenceOf[_Return], sequences: SequenceOf[S]) -> int:
+        """Copies that the writers of shared blocks make: the last holder of each writes in place."""
+        holders = Counter(block for each in returns for block in each.from_host)
+        writers: Counter[BlockId] = Counter()
+        for each, sequence in zip(returns, sequences, strict=True):
+            tail = self._num_computed(each, sequence) // self._blocks.block_size - len(each.hits)
+            writers.update(each.from_host[tail : tail + 1])
+        return sum(min(count, holders[block] - 1) for block, count in writers.items())
+
+    def _num_computed(self, each: _Return, sequence: S) -> int:
+        return max(sequence.num_swapped_tokens, len(each.hits) * self._blocks.block_size)
+
+    def _kept(self, sequence: S) -> list[BlockId]:
+        return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
+
+    def _return(self, sequence: S) -> _Return:
+        hits = self._blocks.cached(sequence)
+        from_host = sequence.block_table[len(hits) :]
+        return _Return(hits, from_host, self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host))
+
+
+def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:
+    return {block for table in tables for block in table}

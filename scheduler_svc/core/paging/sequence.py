@@ -1,0 +1,155 @@
+"""Sequences, the groups in which they are scheduled, and queues of groups (the paper's sections 4.4 and 4.5)."""
+
+import enum
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from scheduler_svc.core.paging.block_pool import BlockId
+
+
+class SequenceStatus(enum.Enum):
+    """WAITING -> RUNNING -> (SWAPPED | WAITING again by recompute) -> RUNNING -> FINISHED."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Sequence:
+    """One line of text that is being generated for the request `key`, up to `max_len` tokens or a stop token.
+
+    The worker draws its tokens; if it `is_dependent`, as a beam of a search is, they are chosen from a step's result.
+    `token_ids` are the prompt and the output of all results so far, without tokens that steps in flight will sample.
+    `row` is its slot in the worker's batch, None unless it runs or waits there to be forked. While it is swapped,
+    `block_table` names blocks of the host pool, which hold keys and values of its first `num_swapped_tokens` tokens.
+    """
+
+    key: Hashable
+    index: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    max_len: int
+    stop_token_ids: frozenset[int] = frozenset()
+    is_dependent: bool = False
+    status: SequenceStatus = SequenceStatus.WAITING
+    block_table: list[BlockId] = field(default_factory=list[BlockId])
+    num_swapped_tokens: int = 0
+    row: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the newest token is the last."""
+        return self.token_ids[-1] in self.stop_token_ids or self.num_tokens >= self.max_len
+
+
+S = TypeVar("S", bound=Sequence)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceGroup(Generic[S]):
+    """All sequences of one request. It is scheduled, preempted, swapped and resumed as one (the paper's section 4.5).
+    `order` is its place in queues: unique, the lowest goes first."""
+
+    key: Hashable
+    order: int
+    sequences: list[S]
+    preemptions: int = 0
+
+    @property
+    def unfinished(self) -> list[S]:
+        finished = SequenceStatus.FINISHED
+        return [sequence for sequence in self.sequences if sequence.status is not finished]
+
+    @property
+    def computing(self) -> list[S]:
+        """The sequences that need blocks of their own to continue: one without output, from which all others without
+        output fork, and then the sequences with output, which can share its blocks."""
+        unfinished = self.unfinished
+        if len(unfinished) == 1:
+            return unfinished
+        without_output = [sequence for sequence in unfinished if not sequence.num_output_tokens]
+        return [*without_output[:1], *(sequence for sequence in unfinished if sequence.num_output_tokens)]
+
+    @property
+    def finished(self) -> bool:
+        return not self.unfinished
+
+    def restart(self) -> None:
+        """The group left the batch, and its sequences wait."""
+        for sequence in self.unfinished:
+            sequence.status = SequenceStatus.WAITING
+
+
+G = TypeVar("G", bound=SequenceGroup[Any])
+
+
+class GroupQueue(Generic[G]):
+    """Groups by their `order`, lowest first. Searching costs O(log n)."""
+
+    def __init__(self) -> None:
+        self._orders: list[int] = []
+        self._by_order: dict[int, G] = {}
+        self._by_key: dict[Hashable, G] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __iter__(self) -> Iterator[G]:
+        return (self._by_order[order] for order in self._orders)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._by_key
+
+    @property
+    def has_next(self) -> bool:
+        """Whether `first` and `last` have a group."""
+        return bool(self._orders)
+
+    def get(self, key: Hashable) -> G:
+        """The group with this key. Raises KeyError if it is not here."""
+        return self._by_key[key]
+
+    def first(self) -> G:
+        """The group with the lowest order."""
+        return self._by_order[self._orders[0]]
+
+    def last(self) -> G:
+        """The group with the highest order."""
+        return self._by_order[self._orders[-1]]
+
+    def add(self, group: G) -> None:
+        """Adds a group that is not here."""
+        self._put_in_order(group)
+        self._by_order[group.order] = self._by_key[group.key] = group
+
+    def remove(self, key: Hashable) -> G:
+        """Removes a group and returns it. Raises KeyError if it is not here."""
+        group = self._by_key[key]
+        self.remove_all([group])
+        return group
+
+    def remove_all(self, groups: SequenceOf[G]) -> None:
+        """Removes groups. All must be here."""
+        self._take_out_of_order(groups)
+        for group in groups:
+            del self._by_key[group.key], self._by_order[group.order]
+
+    def _put_in_order(self, group: G) -> None:
+        insort(self._orders, group.order)
+
+    def _take_out_of_order(self, groups: SequenceOf[G]) -> None:
+        for group in groups:
+            del self._orders[bisect_left(self._orders, group.order)]
