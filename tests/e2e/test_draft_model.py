@@ -16,7 +16,7 @@ from quire.runtime.settings import ConfigurationError, load_settings
 from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests
 from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.whole_engine import EveryDraft, WholeEngine, make_request
-from worker_svc import startup
+from worker_svc import draft_setup
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.draft_choice import Guesses
 from worker_svc.device.draft_model import DraftModel
