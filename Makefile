@@ -40,10 +40,10 @@ PROTOS := $(shell find protos -name '*.proto')
 CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
 
 CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
-	check-site check-compose check-kubernetes
+	check-code-map check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: check $(CHECKS) test-ui bench paper tiny site api-docs clean
+.PHONY: check $(CHECKS) test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -130,6 +130,9 @@ check-protos: setup ## lint of the contracts
 check-api-docs: setup ## docs/api.md is what the protos say
 	$(BIN)/python -m tools.generate_api_docs --check
 
+check-code-map: setup ## docs/internals/code.md is what the docstrings of modules say
+	$(BIN)/python -m tools.generate_code_map --check
+
 check-site: setup ## the documentation's site builds; links and headings are there
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir build/check-site
 
@@ -153,6 +156,9 @@ site: setup ## build the documentation's site into build/site
 
 api-docs: setup ## write docs/api.md from the protos
 	$(BIN)/python -m tools.generate_api_docs
+
+code-map: setup ## write docs/internals/code.md from the docstrings of modules
+	$(BIN)/python -m tools.generate_code_map
 
 clean: ## remove everything that make created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

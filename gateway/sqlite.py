@@ -1,4 +1,4 @@
-"""Shared parts of the gateway's SQLite stores: their threads, and transactions."""
+"""An SQLite database with a thread of its own: in memory, or in a file that all gateways of a machine share."""
 
 import asyncio
 import sqlite3
@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from gateway.auth.caller import calling_tenant
+from quire.rpc.errors import Unavailable
+from quire.runtime.settings import ConfigurationError
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
+LOCK_TIMEOUT_S = 5.0
+"""Maximum seconds that a statement waits for the lock of another connection."""
+_VERSION = 1
 
 
 class StoreThread:
@@ -59,15 +65,78 @@ class StoreThread:
                 future.set_exception(error)
 
 
-@contextmanager
-def changing(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """A write transaction, which excludes the writes of other gateways."""
-    database.execute("BEGIN IMMEDIATE")
-    try:
-        yield database
-        database.execute("COMMIT")
-    except BaseException:
-        # If the disk is full or fails, SQLite has already ended the transaction.
-        if database.in_transaction:
-            database.execute("ROLLBACK")
-        raise
+class Store:
+    """An SQLite database: in memory, or in a file, which several gateways of a machine may have open.
+
+    All methods except `run` and `close` must run in the store's thread, in which `run` calls them.
+
+    Attributes:
+        tables: A script that makes the tables and indexes that the file does not have yet.
+        description: The name of the store in errors.
+    """
+
+    tables: ClassVar[str]
+    description: ClassVar[str]
+
+    def __init__(self, path: Path | None, flag: str) -> None:
+        """Without a path the store is in memory. Raises ConfigurationError, which names the flag with its value, if the
+        file cannot be used."""
+        self._path = path
+        self._thread = StoreThread(type(self).__name__)
+        self._is_closed = False
+        try:
+            self._thread.open(self._open)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigurationError(f"{flag} cannot be used: {error}") from error
+
+    def _open(self) -> None:
+        if self._path is not None:
+            # The file holds conversations.
+            self._path.touch(mode=0o600)
+            self._path.chmod(0o600)
+        name = ":memory:" if self._path is None else self._path
+        self._database = sqlite3.connect(name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        self._database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
+        if self.rows("PRAGMA user_version")[0][0] not in (0, _VERSION):
+            raise sqlite3.DatabaseError("it is of another version of Quire")
+        self._database.executescript(f"{self.tables} PRAGMA user_version = {_VERSION};")
+
+    async def run(
+        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
+    ) -> Found:
+        """Runs a function in the store's thread. Raises Unavailable if the database or its directory cannot be used."""
+        try:
+            return await self._thread.run(work, *arguments, **named)
+        except (OSError, sqlite3.Error) as error:
+            raise self.unusable(error) from error
+
+    def unusable(self, error: Exception) -> Unavailable:
+        """The error of a caller if the database cannot be used."""
+        return Unavailable(f"{self.description} cannot be used: {error}")
+
+    def close(self) -> None:
+        """Ends the thread after its waiting work. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._thread.close(self._database.close)
+
+    def rows(self, statement: str, *values: object) -> list[Any]:
+        """Runs a statement, and returns all its rows. Nothing of it remains open: no lock and no snapshot."""
+        return self._database.execute(statement, values).fetchall()
+
+    def change(self, statement: str, *values: object) -> int:
+        """Runs a statement that changes rows, and returns their number."""
+        return self._database.execute(statement, values).rowcount
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """A write transaction, which excludes the writes of other gateways."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._database.execute("COMMIT")
+        except BaseException:
+            # If the disk is full or fails, SQLite has already ended the transaction.
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            raise

@@ -1,4 +1,4 @@
-"""How rows draw their tokens."""
+"""The rules by which each row of logits draws its token: temperature, top-k, top-p and min-p."""
 
 from dataclasses import dataclass, fields
 

@@ -195,9 +195,9 @@ async def _run(
     own["max_batch_file_bytes"] = own["max_batch_dir_bytes"] = sys.maxsize
     store = BatchStore(directory, PROGRAM, sys.maxsize)
     try:
-        file_id, path = store.new_path()
+        file_id, path = store.files.new_path()
         await asyncio.to_thread(_copy, source, lines[output.num_written :], path)
-        await store.run(store.add_file, DEFAULT_TENANT, file_id, source.name, "batch")
+        await store.run(store.files.add, DEFAULT_TENANT, file_id, source.name, "batch")
         batch = await store.run(store.add_batch, DEFAULT_TENANT, "", file_id, endpoint, _WINDOW_S, None)
         async with LocalServer(ServeSettings(**values | own), report=report_on_stderr) as server:
             await server.wait_ready()
@@ -239,7 +239,7 @@ async def _until_ended(store: BatchStore, batch: BatchRow, output: _Output) -> B
 def _results(store: BatchStore, batch: BatchRow, requests: Path, wanted: Set[str]) -> Iterator[bytes]:
     """Good and other answers in the order of the requests, only for the wanted ids."""
     results = {
-        is_good: _lines_of(store.path_of(file_id))
+        is_good: _lines_of(store.files.path_of(file_id))
         for is_good, file_id in ((True, batch.facts["output_file_id"]), (False, batch.facts["error_file_id"]))
         if file_id is not None
     }

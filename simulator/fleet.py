@@ -1,10 +1,9 @@
 """Several replicas behind the gateway's router, in one virtual time, with or without separate prefill and decode.
 
 The router places requests by load, role and the beginning of prompts, without knowing what is cached. A request with a
-long prompt leaves a prefill replica as in `gateway.replicas.replica_set`, once another replica has room for it
-(`gateway.replicas.offers`), and its blocks follow over a link. Assumptions: the messages of a move take a fixed time,
-and the query before it takes the same; blocks on their way slow neither steps nor each other.
-Requests with several sequences stay where they are.
+long prompt leaves a prefill replica once another replica has room for it, as in `gateway.replicas.offers`, and its
+blocks follow over a link. Assumptions: the messages of a move take a fixed time, and the query before it takes the
+same; blocks on their way slow neither steps nor each other. Requests with several sequences stay where they are.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy
 from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import EmittedSequence, Request
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.step import ClientEvents
 from simulator.engine import Arrivals, Device, Run, key_of
 from simulator.tokens import TOKEN_ID
@@ -25,7 +25,7 @@ from simulator.tokens import TOKEN_ID
 _LONG_PROMPT = 256
 """`--long-prompt` of gateways."""
 _MIN_TOKENS_TO_MOVE = 16
-"""As in `gateway.replicas.replica_set`."""
+"""As in `gateway.replicas.offers`."""
 _LEASE_S = 10.0
 _FIRST_LOOK_S = 0.1
 """As in `gateway.replicas.offers`."""
@@ -116,7 +116,7 @@ class FleetRun(Run):
 
     def planned(self, device: Device) -> None:
         (place,) = (each for each in self._places.values() if each.device is device)
-        for key in device.scheduler.promises:
+        for key in device.scheduler.reservations.requests(Kind.PROMISE):
             offer = self._offers.get(key.handle - _OFFERS)
             if offer is not None and place.name not in offer.told:
                 offer.told.add(place.name)
@@ -141,7 +141,7 @@ class FleetRun(Run):
                 self._first_token(index, place)
 
     def _first_token(self, index: int, place: _Place) -> None:
-        """As in `ReplicaSet._leave_prefill`."""
+        """As in `Offers.offer_after_prompt`."""
         is_long = place.work.prompts.get(index, 0) >= _LONG_PROMPT
         place.work.remove(index)
         others = [each.work for each in self._places.values() if each.role is not ReplicaRole.PREFILL]

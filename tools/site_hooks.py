@@ -43,10 +43,10 @@ def _describe(name: str) -> Iterator[str]:
 
 
 def _row(option: Option, reads_environ: bool) -> str:
-    flag = option.flag if option.setting.positional else f"{option.flag} {option.metavar}"
+    flag = option.flag if option.positional else f"{option.flag} {option.shown_metavar}"
     if option.is_bool:
         flag = f"{option.flag}`, `{option.negated_flag}"
-    default = "" if option.setting.positional else f"`{option.shown_default}`"
+    default = "" if option.positional else f"`{option.shown_default}`"
     variable = f"`{option.variable}`" if option.variable and reads_environ else ""
-    cells = (f"`{flag}`", html.escape(option.setting.help), default, variable)
+    cells = (f"`{flag}`", html.escape(option.help), default, variable)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

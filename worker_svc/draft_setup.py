@@ -1,4 +1,4 @@
-"""The drafters and the draft model of a worker, which guess the next tokens (speculative decoding), by its settings."""
+"""Makes the drafter of a worker, and the draft model, as its settings say."""
 
 from dataclasses import dataclass
 

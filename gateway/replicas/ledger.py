@@ -116,6 +116,7 @@ class Ledger:
                 min_tokens=stopping.min_tokens,
                 include_stop_string=stopping.include_stop_string,
                 parser=request.answer_format.parser(partial(_call_id, request, index)),
+                keeps_logprobs=request.durable,
             )
             for index in range(request.sampling.n)
         ]
@@ -151,15 +152,19 @@ class Ledger:
         """Waits until no request is live or arriving."""
         await self._is_empty.wait()
 
-    def of_replica(self, replica: str) -> list[LiveRequest]:
-        """The requests that a replica still runs."""
-        return [
-            live
-            for live in self._by_handle.values()
-            if live.replica == replica and not live.is_over and not live.awaits_usage
-        ]
+    def placed_on(self, replica: str) -> Iterator[LiveRequest]:
+        """The requests that are placed on a replica, including requests that are over."""
+        return (live for live in self if live.replica == replica)
 
-    def apply(self, replica: str, batch: EventBatch) -> Outcome:
+    def running_on(self, replica: str) -> list[LiveRequest]:
+        """The requests that a replica still runs."""
+        return [live for live in self.placed_on(replica) if not live.is_over and not live.awaits_usage]
+
+    def waiting(self) -> Iterator[LiveRequest]:
+        """The requests that wait for a replica."""
+        return (live for live in self if live.replica is None and live.is_prepared and not live.is_over)
+
+    def apply_events(self, replica: str, batch: EventBatch) -> Outcome:
         """Applies events of a replica; events of requests that are not placed there are dropped.
 
         An unexpected error while an event is applied fails only the request of that event.
@@ -171,19 +176,19 @@ class Ledger:
         touched: list[LiveRequest] = []
         self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
         # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
-        outcome.ended_here = [live for live in touched if live.ends_here()]
+        outcome.ended_here = [live for live in touched if live.await_usage()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]
         self._apply_events(replica, (*batch.failed, *batch.moved), outcome, touched)
-        outcome.unknown_handles = {run.handle for run in batch.runs if self._of_replica(replica, run.handle) is None}
+        outcome.unknown_handles = {run.handle for run in batch.runs if self._find(replica, run.handle) is None}
         return outcome
 
     def _apply_events(
         self, replica: str, events: Sequence[RequestEvent], outcome: Outcome, touched: list[LiveRequest]
     ) -> None:
         for event in events:
-            live = self._of_replica(replica, event.handle)
+            live = self._find(replica, event.handle)
             if live is None or live.is_over:
                 continue
             try:
@@ -225,7 +230,7 @@ class Ledger:
             case RequestFailed():
                 outcome.failed.append((live, _naming_adapter(event.error, live)))
 
-    def _of_replica(self, replica: str, handle: int) -> LiveRequest | None:
+    def _find(self, replica: str, handle: int) -> LiveRequest | None:
         live = self._by_handle.get(handle)
         return live if live is not None and live.replica == replica else None
 

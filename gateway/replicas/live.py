@@ -1,7 +1,6 @@
 """A live request from its arrival to its end: the tokens from schedulers, and the output not yet sent to the client."""
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,11 +19,11 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.generation_request import GenerationRequest
-from gateway.replicas.sequence import SequenceStream, TokenGapError, num_predicted
+from gateway.replicas.sequence import SequenceStream, TokenGapError
+from gateway.replicas.usage import with_gateway_counts
 from gateway.turns import Turns
 from quire.common.v1.common_pb2 import KvSource
 from quire.gateway.v1.generation_pb2 import ToolCall
-from quire.messages.logprob_columns import LogprobLog
 from quire.rpc.errors import Internal, QuireError
 from quire.runtime.failpoint import failpoint
 from quire.runtime.logs import REQUEST_ID
@@ -114,8 +113,6 @@ class LiveRequest:
         self.awaits_usage = False
         self.prompt_logprobs = TokenLogprobs()
         self.usage: Usage | None = None
-        # All log probabilities of a durable request, whose client may return for them.
-        self._logprobs = [LogprobLog() for _ in self.sequences]
         self._count_bytes: Callable[[int], object] = lambda num_bytes: None
         self._token_bytes = TokenBytes(0, 0, 0)
         self._max_chunk_tokens = max_chunk_tokens
@@ -162,27 +159,24 @@ class LiveRequest:
         if not self.request.durable or self._error is not None:
             return False
         return self.request.logprobs is None or all(
-            len(log) == len(stream.token_ids) for log, stream in zip(self._logprobs, self.sequences, strict=True)
+            len(each.logprobs) == len(each.token_ids) for each in self.sequences
         )
 
     def fits(self, model: ModelFingerprint) -> bool:
         """Whether it can continue with this model."""
         return not (self.num_generated_tokens and differing_parts(self.model, model))
 
-    def begin_with(self, model: ModelFingerprint) -> None:
-        """Sets the model, before the first token. Prompt log probabilities of another model are dropped."""
-        if differing_parts(self.model, model):
-            self.prompt_logprobs = TokenLogprobs()
-        self.model = model
+    def set_model(self, model: ModelFingerprint) -> None:
+        """Sets the model of the scheduler that gets it. Before its first token it drops prompt log probabilities of
+        another model; after that it keeps the model that generated its tokens."""
+        if not self.num_generated_tokens or self.model == UNKNOWN_MODEL:
+            if differing_parts(self.model, model):
+                self.prompt_logprobs = TokenLogprobs()
+            self.model = model
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(stream.token_ids) for stream in self.sequences)
-
-    @property
-    def is_behind_client(self) -> bool:
-        """Whether its client has tokens that have not come to this gateway, so that their model is unknown here."""
-        return any(stream.is_behind_client for stream in self.sequences)
 
     @property
     def num_dropped_tokens(self) -> int:
@@ -232,12 +226,9 @@ class LiveRequest:
             TokenGapError: tokens are missing.
         """
         stream = self._stream(run.sequence_index)
-        was_running, num_before = stream.finished is None, len(stream.token_ids)
+        was_running = stream.finished is None
         if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
             self._count_bytes(num_new * (self._token_bytes.kept + self._token_bytes.pending))
-            if self.request.durable and run.logprobs is not None:
-                first = num_before - run.offset
-                self._logprobs[stream.index].append(run.logprobs.part(first, first + num_new))
             if arrivals is None:
                 self._last_token_at = self._clock()
             else:
@@ -258,22 +249,18 @@ class LiveRequest:
             self._news.set()
         return was_running and stream.finished is not None
 
-    @property
-    def end_of_prompt_logprobs(self) -> int:
-        """The first prompt position whose log probability has yet to come."""
-        return self.request.prompt_logprobs_start + len(self.prompt_logprobs)
-
     def accept_prompt(self, run: PromptRun) -> None:
         """Adds log probabilities of prompt tokens, without positions that came before.
 
         Raises:
             TokenGapError: positions before these are missing.
         """
-        seen = self.end_of_prompt_logprobs - run.first_position
+        next_position = self.request.prompt_logprobs_start + len(self.prompt_logprobs)
+        seen = next_position - run.first_position
         if seen < 0:
             raise TokenGapError(
                 f"request {self.request.request_id} has log probabilities of its prompt up to position "
-                f"{self.end_of_prompt_logprobs}, an event starts at {run.first_position}"
+                f"{next_position}, an event starts at {run.first_position}"
             )
         if seen < len(run.columns):
             columns = run.columns.part(seen, len(run.columns))
@@ -283,7 +270,7 @@ class LiveRequest:
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
         stream = self._stream(end.sequence_index)
-        stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
         self._news.set()
 
     def complete(self, end: RequestEnded) -> None:
@@ -291,20 +278,13 @@ class LiveRequest:
         for stream in self.sequences:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
-        usage = end.usage or self._own_usage()
-        # The scheduler does not parse text, so it cannot count reasoning tokens.
-        if num_reasoning_tokens := self._num_reasoning_tokens:
-            usage = dataclasses.replace(usage, reasoning_tokens=num_reasoning_tokens)
-        if predicted := self.request.predicted:
-            usage = self._with_prediction(usage, predicted)
-        if self.request.stopping.stop:
-            # The scheduler generates tokens until the gateway notifies it that a stop string ended a sequence.
-            usage = dataclasses.replace(usage, generated_tokens=self.num_generated_tokens)
-        self._complete(usage)
+        self.usage = with_gateway_counts(end.usage or self._own_usage(), self.request, self.sequences)
+        self._notify_over()
 
-    def ends_here(self) -> bool:
-        """Whether a stop string ended its last running sequence, so that the scheduler must be notified. True once."""
-        if self.is_over or self.awaits_usage or not self._all_ended():
+    def await_usage(self) -> bool:
+        """Waits for the usage from now on if a stop string ended its last running sequence, so that the scheduler must
+        be notified. Returns whether that is so; true once."""
+        if self.is_over or self.awaits_usage or not self._all_finished():
             return False
         self.awaits_usage = True
         return True
@@ -315,15 +295,16 @@ class LiveRequest:
         Used after the scheduler that would report the ends is gone, since no other scheduler must continue them.
         """
         for stream in self.sequences:
-            stream.end_if_complete(self.request.stopping.max_tokens)
-        if not self.is_over and self._all_ended():
-            self._complete(self._own_usage())
+            stream.finish_if_complete(self.request.stopping.max_tokens)
+        if not self.is_over and self._all_finished():
+            self.usage = self._own_usage()
+            self._notify_over()
 
     def fail(self, error: QuireError) -> None:
         """Ends the request with an error, which its reader gets. No effect if it is over."""
         if not self.is_over:
             self._error = error
-            self._end()
+            self._notify_over()
 
     def fail_unexpectedly(self, error: Exception) -> None:
         """Ends the request with an unexpected error, which is logged; its reader gets no details."""
@@ -338,21 +319,19 @@ class LiveRequest:
             begin = len(stream.token_ids)
             if stream.finished is None and begin < len(source.token_ids):
                 token_ids = source.token_ids[begin : begin + max_tokens]
-                log = earlier._logprobs[stream.index]
-                logprobs = log.part(begin, begin + len(token_ids)) if len(log) else None
+                logprobs = source.logprobs.part(begin, begin + len(token_ids)) if len(source.logprobs) else None
                 self.accept(TokenRun(self.handle, stream.index, begin, token_ids, logprobs))
                 return False
         for stream, source in zip(self.sequences, earlier.sequences, strict=True):
-            end = source.finished
-            if end is not None:
-                stream.end(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+            if (end := source.finished) is not None:
+                stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
         self.prompt_logprobs = earlier.prompt_logprobs
         self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
         self._error = earlier._error
         self.usage = earlier.usage or (self._own_usage() if earlier.awaits_usage else None)
         self._news.set()
         if self.is_over:
-            self._end()
+            self._notify_over()
         return True
 
     # Output to the client.
@@ -372,15 +351,9 @@ class LiveRequest:
                 yield event
             return
         while True:
-            await self._news.wait()
-            self._news.clear()
-            if self._error is not None:
-                raise self._error
+            await self._wait_for_news()
             for stream in self.sequences:
-                num_pending = stream.num_pending
-                event = stream.take_chunk(self._max_chunk_tokens) or stream.take_finished()
-                self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
-                if event is None:
+                if (event := self._next_event(stream)) is None:
                     continue
                 # The sequence may have more after the other sequences had their turns.
                 self._news.set()
@@ -397,7 +370,7 @@ class LiveRequest:
         running = list(self.sequences)
         while running:
             for stream in list(running):
-                while (event := self._take_token(stream)) is None:
+                while (event := self._next_event(stream)) is None:
                     await self._wait_for_news()
                 if isinstance(event, Finished):
                     running.remove(stream)
@@ -409,13 +382,15 @@ class LiveRequest:
             await self._wait_for_news()
         yield Completed(self.usage, self.prompt_logprobs)
 
-    def _take_token(self, stream: SequenceStream) -> Chunk | Finished | None:
+    def _next_event(self, stream: SequenceStream) -> Chunk | Finished | None:
         num_pending = stream.num_pending
-        event = stream.take_token() or stream.take_finished()
+        chunk = stream.take_token() if self.request.is_steady else stream.take_chunk(self._max_chunk_tokens)
+        event = chunk or stream.take_finished()
         self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
         return event
 
     async def _wait_for_news(self) -> None:
+        """Waits for news of the scheduler. Raises QuireError if the request failed."""
         await self._news.wait()
         self._news.clear()
         if self._error is not None:
@@ -450,26 +425,13 @@ class LiveRequest:
             await turns.pause()
         return sequences, self.usage
 
-    def _all_ended(self) -> bool:
+    def _all_finished(self) -> bool:
         return all(stream.finished is not None for stream in self.sequences)
 
-    def _complete(self, usage: Usage) -> None:
-        self.usage = usage
-        self._end()
-
-    def _end(self) -> None:
+    def _notify_over(self) -> None:
         self._news.set()
         self._ended.set()
         self._on_over()
-
-    @property
-    def _num_reasoning_tokens(self) -> int:
-        return sum(stream.num_reasoning_tokens for stream in self.sequences)
-
-    def _with_prediction(self, usage: Usage, predicted: Sequence[int]) -> Usage:
-        accepted = num_predicted(predicted, [stream.token_ids for stream in self.sequences])
-        rejected = sum(max(len(predicted) - each, 0) for each in accepted)
-        return dataclasses.replace(usage, accepted_prediction_tokens=sum(accepted), rejected_prediction_tokens=rejected)
 
     def _stream(self, index: int) -> SequenceStream:
         if index >= len(self.sequences):
@@ -485,5 +447,5 @@ class LiveRequest:
             generated_tokens=self.num_generated_tokens,
             prefill_ms=(first - self._arrived_at) * 1000,
             decode_ms=(self._last_token_at - first) * 1000,
-            reasoning_tokens=self._num_reasoning_tokens,
+            reasoning_tokens=sum(stream.num_reasoning_tokens for stream in self.sequences),
         )

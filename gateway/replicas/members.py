@@ -106,7 +106,7 @@ class Members:
         """Whether an address is in `--schedulers`, or one of its names currently resolves to it."""
         return address in self._fixed or any(address in name.addresses for name in self._names)
 
-    def lost(self, address: str) -> None:
+    def on_disconnected(self, address: str) -> None:
         """Resolves the names of an address again, after its stream broke: it may be gone or replaced."""
         for name in self._names:
             if address in name.addresses or address in name.missed:

@@ -7,17 +7,25 @@ some time even if no replica has room.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gateway.replicas.link import SchedulerLink
+from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
+from gateway.replicas.replica import Replica
+from gateway.replicas.replica_table import ReplicaTable, next_stage
+from gateway.replicas.roles import Stage, has_room
+from quire.messages.replica_role import ReplicaRole
 
 _FIRST_LOOK_S, _NEXT_LOOK_S = 0.1, 1.0
 _MAX_WAIT_S = 30.0
 """The longest delay before a replica that rejected an offer gets it again. Delays start at 1 s and double each time."""
-_KEPT_S = 5.0
+_RESERVED_S = 5.0
 """A released request whose replica does not answer for this long is offered anew."""
+_LEAVE_AFTER_S = 15.0
+"""The time after which requests leave a draining replica that does not announce a time."""
+_MIN_TOKENS_TO_MOVE = 16
+"""A request with fewer tokens to come is not worth a move."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,49 +48,96 @@ class _Offer:
 class Offers:
     """The offers of all requests, at most one per request."""
 
-    def __init__(
-        self,
-        links: Mapping[str, SchedulerLink],
-        takers: Callable[[LiveRequest, SchedulerLink], Mapping[str, SchedulerLink]],
-        choose: Callable[[LiveRequest, Mapping[str, SchedulerLink]], str],
-    ) -> None:
-        """`takers` returns the replicas to which a request may now move from its replica, `choose` the best of them."""
-        self._links = links
-        self._takers = takers
-        self._choose = choose
+    def __init__(self, replicas: ReplicaTable, ledger: Ledger) -> None:
+        self._replicas = replicas
+        self._ledger = ledger
         self._open: dict[int, _Offer] = {}
 
-    def open(self, live: LiveRequest, source: SchedulerLink, leave_after_s: float | None = None) -> None:
+    # Requests that should move.
+
+    def offer_streams_of(self, replica: Replica) -> None:
+        """Moves streams away from a prefill replica that is about to get a long prompt."""
+        if replica.role is ReplicaRole.PREFILL and replica.work.streams:
+            for live in self._ledger.running_on(replica.address):
+                if self._may_leave(live, replica) and self._replicas_for_stream(live, replica):
+                    self.open(live, replica)
+
+    def offer_after_prompt(self, live: LiveRequest, replica: Replica) -> None:
+        """Handles the first token of a request. If its prompt was long, the request leaves a prefill replica, whose
+        prompts would delay its tokens, unless the other replicas have more streams and this one has no prompts."""
+        work = replica.work
+        is_long = work.prompts.get(live.handle, 0) >= self._replicas.long_prompt
+        work.remove(live.handle)
+        if is_long and replica.role is ReplicaRole.PREFILL and self._may_leave(live, replica):
+            others = self._replicas_for_stream(live, replica)
+            if others and not has_room(work, [other.work for other in others]):
+                self.open(live, replica)
+        work.add_stream(live.handle)
+
+    def offer_from_draining(self) -> None:
+        """Moves requests away from draining replicas if others can continue them; requests without tokens go first,
+        since they may not have started. Must be called whenever a replica starts to drain or becomes available."""
+        for replica in self._replicas:
+            if not (replica.link.is_connected and replica.link.is_draining):
+                continue
+            running = self._ledger.running_on(replica.address)
+            for live in sorted(running, key=lambda live: live.num_generated_tokens > 0):
+                if next_stage(live) is not Stage.STAY and self._destinations(live, replica):
+                    self.open(live, replica, replica.link.leave_after_s or _LEAVE_AFTER_S)
+
+    def _may_leave(self, live: LiveRequest, replica: Replica) -> bool:
+        if live.is_over or not live.num_generated_tokens or next_stage(live) is Stage.STAY:
+            return False
+        num_left = live.max_generated_tokens - live.num_generated_tokens
+        return num_left >= _MIN_TOKENS_TO_MOVE and replica.link.is_connected and live.replica == replica.address
+
+    def _replicas_for_stream(self, live: LiveRequest, source: Replica) -> list[Replica]:
+        """The ready replicas, except prefill replicas, that can fetch the request's KV blocks from its replica."""
+        return [
+            each
+            for each in self._replicas.candidates(live)
+            if each.link.is_ready and each.role is not ReplicaRole.PREFILL and each.can_fetch_from(source)
+        ]
+
+    def _destinations(self, live: LiveRequest, source: Replica) -> list[Replica]:
+        """The replicas to which a request may move from this one."""
+        if source.link.is_draining:
+            return [each for each in self._replicas.candidates(live) if each.link.is_ready]
+        return self._replicas_for_stream(live, source)
+
+    # The course of an offer.
+
+    def open(self, live: LiveRequest, source: Replica, leave_after_s: float | None = None) -> None:
         """Starts to move a request away from its replica, as soon as another replica has room, or after `leave_after_s`
         in any case."""
         offer = self._open.get(live.handle)
         leaves_at = None if leave_after_s is None else asyncio.get_running_loop().time() + leave_after_s
         if offer is None:
             offer = self._open[live.handle] = _Offer(live, source.address, leaves_at)
-            takers = self._takers(live, source)
-            self._ask(offer, [takers[self._choose(live, takers)]])
+            best, _ = self._replicas.choose(live, self._destinations(live, source))
+            self._ask(offer, [best])
             self._look_later(offer, _FIRST_LOOK_S)
         elif leaves_at is not None and (offer.leaves_at is None or leaves_at < offer.leaves_at):
             offer.leaves_at = leaves_at
             self._look_later(offer, _FIRST_LOOK_S)
 
-    def has_room(self, link: SchedulerLink, handle: int) -> None:
+    def on_room(self, replica: Replica, handle: int) -> None:
         """Handles the report that a replica has reserved room for a request that was offered to it."""
-        offer = self._open.get(handle)
-        if offer is None or link.address not in offer.asked or link.welcome is None:
+        offer, address, welcome = self._open.get(handle), replica.address, replica.link.welcome
+        if offer is None or address not in offer.asked or welcome is None:
             return
-        if offer.taker not in (None, link.address):
-            self._withdraw(offer, link.address)
-        elif offer.live.num_generated_tokens - offer.asked[link.address] > link.welcome.block_size:
+        if offer.taker not in (None, address):
+            self._withdraw(offer, address)
+        elif offer.live.num_generated_tokens - offer.asked[address] > welcome.block_size:
             # The request has grown since the offer and needs more room.
-            self._ask(offer, [link])
+            self._ask(offer, [replica])
         else:
-            offer.taker, offer.taken_at = link.address, asyncio.get_running_loop().time()
-            for address in offer.asked.keys() - {link.address}:
-                self._withdraw(offer, address)
+            offer.taker, offer.taken_at = address, asyncio.get_running_loop().time()
+            for other in offer.asked.keys() - {address}:
+                self._withdraw(offer, other)
             self._release(offer)
 
-    def refused(self, address: str, handle: int) -> None:
+    def on_refusal(self, address: str, handle: int) -> None:
         """Handles the rejection of an offer, which the replica may accept later."""
         offer = self._open.get(handle)
         if offer is not None and offer.asked.pop(address, None) is not None:
@@ -91,10 +146,23 @@ class Offers:
             wait_s = min(2 * offer.refused[address][1] if address in offer.refused else _NEXT_LOOK_S, _MAX_WAIT_S)
             offer.refused[address] = asyncio.get_running_loop().time() + wait_s, wait_s
 
-    def taker(self, live: LiveRequest) -> str | None:
+    def on_disconnected(self, address: str) -> None:
+        """Drops the offers at a replica whose stream broke."""
+        for offer in self._open.values():
+            offer.refused.pop(address, None)
+            if address in offer.asked:
+                self._withdraw(offer, address)
+
+    def on_draining(self, address: str) -> None:
+        """Withdraws offers from a draining replica, except of requests that are already released: it waits for them."""
+        for offer in self._open.values():
+            if address in offer.asked and offer.released_at is None:
+                self._withdraw(offer, address)
+
+    def taker(self, live: LiveRequest) -> Replica | None:
         """The replica that has reserved room for a request, else the first with the offer; None without an offer."""
         offer = self._open.get(live.handle)
-        return None if offer is None else offer.taker or next(iter(offer.asked), None)
+        return None if offer is None else self._replicas.get(offer.taker or next(iter(offer.asked), None))
 
     def close(self, live: LiveRequest, taken_by: str | None = None) -> None:
         """Withdraws the offer of a request that is over or was submitted to a replica. Idempotent."""
@@ -104,43 +172,27 @@ class Offers:
             for address in offer.asked.keys() - {taken_by}:
                 self._withdraw(offer, address)
 
-    def lost(self, address: str) -> None:
-        """Forgets the offers at a replica whose stream broke."""
-        for offer in self._open.values():
-            offer.refused.pop(address, None)
-            if address in offer.asked:
-                self._withdraw(offer, address)
-
-    def drains(self, address: str) -> None:
-        """Withdraws offers from a draining replica, except of requests that are already released: it waits for them."""
-        for offer in self._open.values():
-            if address in offer.asked and offer.released_at is None:
-                self._withdraw(offer, address)
-
-    def _ask(self, offer: _Offer, links: Sequence[SchedulerLink]) -> None:
-        for link in links:
-            if link.welcome is not None and not link.welcome.takes_offers:
+    def _ask(self, offer: _Offer, replicas: Sequence[Replica]) -> None:
+        for each in replicas:
+            if each.link.welcome is not None and not each.link.welcome.takes_offers:
                 # A scheduler of this release cannot report room.
                 self._release(offer)
             else:
-                offer.asked[link.address] = offer.live.num_generated_tokens
-                link.offer(offer.live)
-
-    def _may_ask(self, offer: _Offer, address: str, now: float) -> bool:
-        return address not in offer.asked and offer.refused.get(address, (now, 0.0))[0] <= now
+                offer.asked[each.address] = offer.live.num_generated_tokens
+                each.link.offer(offer.live)
 
     def _withdraw(self, offer: _Offer, address: str) -> None:
         del offer.asked[address]
         if offer.taker == address:
             offer.taker = None
-        if (link := self._links.get(address)) is not None:
-            link.abort(offer.live.handle)
+        if (replica := self._replicas.get(address)) is not None:
+            replica.link.abort(offer.live.handle)
 
     def _release(self, offer: _Offer) -> None:
-        source = self._links.get(offer.source)
-        if source is not None and source.is_connected:
+        source = self._replicas.get(offer.source)
+        if source is not None and source.link.is_connected:
             offer.released_at = asyncio.get_running_loop().time()
-            source.release(offer.live.handle)
+            source.link.release(offer.live.handle)
 
     def _look_later(self, offer: _Offer, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -151,17 +203,18 @@ class Offers:
         offer.timer = loop.call_later(delay_s, self._look, offer)
 
     def _look(self, offer: _Offer) -> None:
-        now, source = asyncio.get_running_loop().time(), self._links.get(offer.source)
-        if offer.taker is not None and now - offer.taken_at > _KEPT_S:
+        now, source = asyncio.get_running_loop().time(), self._replicas.get(offer.source)
+        if offer.taker is not None and now - offer.taken_at > _RESERVED_S:
             self._withdraw(offer, offer.taker)
         if source is not None and offer.taker is None:
-            takers = self._takers(offer.live, source)
-            if offer.released_at is not None and now - offer.released_at > _KEPT_S:
+            destinations = {each.address: each for each in self._destinations(offer.live, source)}
+            if offer.released_at is not None and now - offer.released_at > _RESERVED_S:
                 # The source did not answer the release in time: the request still runs there.
                 offer.released_at = None
-                for address in offer.asked.keys() - takers.keys():
+                for address in offer.asked.keys() - destinations.keys():
                     self._withdraw(offer, address)
-            self._ask(offer, [link for address, link in takers.items() if self._may_ask(offer, address, now)])
-            if takers and offer.leaves_at is not None and now >= offer.leaves_at:
+            due = (each for at, each in destinations.items() if offer.refused.get(at, (now, 0.0))[0] <= now)
+            self._ask(offer, [each for each in due if each.address not in offer.asked])
+            if destinations and offer.leaves_at is not None and now >= offer.leaves_at:
                 self._release(offer)
         self._look_later(offer, _NEXT_LOOK_S)

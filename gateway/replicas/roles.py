@@ -42,6 +42,10 @@ class Work:
     num_prompt_tokens: int = 0
     streams: set[int] = field(default_factory=set[int])
 
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompts) + len(self.streams)
+
     def add_prompt(self, handle: int, num_new_tokens: int) -> None:
         self.remove(handle)
         self.prompts[handle] = num_new_tokens

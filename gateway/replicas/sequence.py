@@ -1,11 +1,6 @@
 """One sequence of a live request: turns the scheduler's tokens into text and log probabilities, once and in order."""
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
 
 from gateway.replicas.events import Chunk, Finished, FinishReason, TokenLogprobs
 from gateway.text.detokenizer import TextPieces
@@ -25,7 +20,8 @@ class SequenceStream:
 
     Invariants: `token_ids` are all tokens of the sequence, so their number is the offset of the next event; the pending
     columns belong to the tokens that were not taken yet; once `finished` is set, no token is accepted.
-    `last_token_at` is the time of the last token from a scheduler, None before the first one.
+    `last_token_at` is the time of the last token from a scheduler, None before the first one; `logprobs` has all log
+    probabilities that came, if they are kept.
     """
 
     def __init__(
@@ -38,17 +34,20 @@ class SequenceStream:
         min_tokens: int = 0,
         include_stop_string: bool = False,
         parser: OutputParser | None = None,
+        keeps_logprobs: bool = False,
     ) -> None:
         """Neither a stop string nor a token ends the sequence before token `min_tokens` + 1.
 
         `parser` separates reasoning and tool calls from the content; None means that all text is content. Stop strings
-        are matched only in the content.
+        are matched only in the content. `keeps_logprobs` is for a durable request, whose client may return for them.
         """
         self.index = index
         self.token_ids: list[int] = []
         self.num_reasoning_tokens = 0
         self.finished: Finished | None = None
         self.last_token_at: float | None = None
+        self.logprobs = LogprobLog()
+        self._keeps_logprobs = keeps_logprobs
         self._detokenizer = detokenizer
         self._parser = parser
         self._calls_tools = False
@@ -100,10 +99,13 @@ class SequenceStream:
             self._accept_token(token_ids[position])
         count = len(self.token_ids) - before
         if logprobs is not None and count:
-            self._pending_logprobs.append(logprobs.part(seen, seen + count))
+            new = logprobs.part(seen, seen + count)
+            self._pending_logprobs.append(new)
+            if self._keeps_logprobs:
+                self.logprobs.append(new)
         return count
 
-    def end(
+    def finish(
         self, num_tokens: int, reason: FinishReason, stop_token_id: int | None, cumulative_logprob: float | None
     ) -> None:
         """Ends the sequence as the scheduler reports it. No effect if it is already finished.
@@ -126,12 +128,12 @@ class SequenceStream:
             cumulative_logprob = self._cumulative_logprob
         self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob)
 
-    def end_if_complete(self, max_tokens: int) -> None:
+    def finish_if_complete(self, max_tokens: int) -> None:
         """Ends the sequence, as the scheduler would, if its last token or its length ends it."""
         if self._withheld_token is not None:
-            self.end(len(self.token_ids), FinishReason.STOP, self._withheld_token, self._cumulative_logprob)
+            self.finish(len(self.token_ids), FinishReason.STOP, self._withheld_token, self._cumulative_logprob)
         elif len(self.token_ids) >= max_tokens:
-            self.end(len(self.token_ids), FinishReason.LENGTH, None, self._cumulative_logprob)
+            self.finish(len(self.token_ids), FinishReason.LENGTH, None, self._cumulative_logprob)
 
     def skip(
         self, num_tokens: int, num_characters: int | None = None, *, cumulative_logprob: float | None = None
@@ -268,40 +270,3 @@ class SequenceStream:
             return matcher.pass_over(text), None
         certain, stop_string = matcher.push(text)
         return (certain + stop_string if stop_string and self._includes_stop_string else certain), stop_string
-
-
-def num_predicted(predicted: Sequence[int], sequences: Sequence[Sequence[int]]) -> list[int]:
-    """The number of correctly predicted tokens in each sequence. A token is compared with the next token of the
-    prediction; after a difference, matching continues at the next place that has the sequence's last two tokens."""
-    if not predicted:
-        return [0] * len(sequences)
-    # A prediction may be as long as a context: places are sorted once, and only of pairs that occur in a sequence.
-    wanted = np.unique(np.concatenate([_pairs(each) for each in sequences]))
-    pairs = _pairs(predicted)
-    numbers = np.searchsorted(wanted, pairs, side="right") - 1
-    hits = np.flatnonzero(wanted[numbers] == pairs) if wanted.size else numbers[:0]
-    of_pair = np.argsort(numbers[hits], kind="stable")
-    places: list[int] = (hits[of_pair] + 1).tolist()
-    ends: list[int] = np.cumsum(np.bincount(numbers[hits], minlength=len(wanted))).tolist()
-    ranges = dict(zip(wanted.tolist(), pairwise([0, *ends]), strict=True))
-    return [_num_followed(predicted, places, ranges, token_ids) for token_ids in sequences]
-
-
-def _num_followed(
-    predicted: Sequence[int], places: list[int], ranges: dict[int, tuple[int, int]], token_ids: Sequence[int]
-) -> int:
-    num_right = following = 0
-    for pair, token_id in zip([None, *_pairs(token_ids).tolist()], token_ids, strict=False):
-        if following < len(predicted) and predicted[following] == token_id:
-            num_right, following = num_right + 1, following + 1
-        elif pair is not None:
-            start, end = ranges[pair]
-            if (index := bisect_left(places, following, start, end)) < end:
-                num_right, following = num_right + 1, places[index] + 1
-    return num_right
-
-
-def _pairs(token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    """A number for each pair of consecutive tokens."""
-    ids = np.asarray(token_ids, np.int64)
-    return ids[:-1] << 32 | ids[1:]

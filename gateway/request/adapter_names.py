@@ -11,7 +11,7 @@ from pathlib import Path
 
 from gateway.auth.caller import Caller, current_caller
 from gateway.replicas.generation_request import NamedAdapter
-from gateway.replicas.replica_set import adapters_are_off
+from gateway.replicas.placements import adapters_are_off
 from gateway.request.violations import shortened
 from quire.model_files.adapter_files import NoAdapterError, UnusableAdapterError, check_fits, read_adapter
 from quire.model_files.model_directory import ModelDirectory

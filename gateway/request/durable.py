@@ -185,7 +185,7 @@ class DurableReads:
             await self._turns.do(tenant, partial(live.catch_up, earlier, TOKENS_PER_TURN))
             if self._ledger.get(tenant, request_id) is earlier and earlier.is_resumable:
                 num_had = live.num_computed_tokens
-                go_on = partial(self._replicas.hand_over, earlier)
+                go_on = partial(self._replicas.placements.hand_over, earlier)
                 return Found(earlier.request, live.num_generated_tokens, num_had, live, go_on)
             # Another call has taken it in the meantime.
             memory.drop_all()
@@ -195,7 +195,7 @@ class DurableReads:
         _check_offsets(offsets, found.request)
         num_had = found.num_generated_tokens if found.is_over else sum(each.num_tokens for each in offsets)
         num_had *= found.request.sampling.best_of / found.request.sampling.n
-        go_on = partial(self._replicas.resume, address=found.address)
+        go_on = partial(self._replicas.placements.resume, address=found.address)
         return Found(found.request, found.num_generated_tokens, num_had, None, go_on)
 
     def take(self, found: Found, memory: CallMemory) -> LiveRequest:
@@ -276,13 +276,13 @@ class DurableReads:
 
     def _expire(self, read: _Read) -> None:
         """Ends a request whose grace period is over."""
-        self._replicas.release(read.live)
+        self._replicas.placements.abort(read.live)
         self._end(read)
 
     def _end(self, read: _Read) -> None:
         """Stops reading a request. A running one is left to the scheduler."""
         self._forget(read)
-        self._replicas.detach(read.live)
+        self._replicas.placements.detach(read.live)
         self._ledger.close(read.live)
 
     def _forget(self, read: _Read) -> None:

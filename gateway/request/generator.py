@@ -257,7 +257,7 @@ class Generator:
         """Submits an admitted request."""
         live.is_prepared = True
         if not live.is_over:
-            self.replicas.place(live)
+            self.replicas.placements.place(live)
 
     @asynccontextmanager
     async def resume(self, request_id: str, offsets: Sequence[ClientOffset]) -> AsyncGenerator[LiveRequest]:
@@ -292,7 +292,7 @@ class Generator:
 
     def _leave(self, live: LiveRequest) -> None:
         if not self.durable_reads.keeps(live):
-            self.replicas.detach(live)
+            self.replicas.placements.detach(live)
             self._ledger.close(live)
 
     async def cancel(self, request_id: str) -> None:
@@ -305,7 +305,7 @@ class Generator:
         live = self._ledger.get(tenant, request_id)
         if live is not None and not live.is_over:
             live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
-            self.replicas.release(live)
+            self.replicas.placements.abort(live)
             if live.request.durable:
                 await self.replicas.calls.cancel_copies(tenant, request_id)
         elif live is None or live.request.durable:

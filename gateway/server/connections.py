@@ -1,29 +1,21 @@
-"""HTTP connections: the server socket, TLS, and limits on connections, headers, bodies and slow clients.
-
-It subclasses private classes of uvicorn. So pyproject.toml bounds uvicorn's version, and each limit has a test over a
-real socket: test_connection_limits.py, test_slow_clients.py, test_http_bodies.py and test_https.py in
-tests/service/gateway.
-"""
+"""HTTP connections: the server socket, TLS, and limits on connections, headers, bodies and slow clients."""
 
 import asyncio
-import contextlib
 import logging
 import re
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sized
 from http import HTTPStatus
 from typing import Any
 
 import h11
-import uvicorn
-from h11._receivebuffer import ReceiveBuffer
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
+from gateway.server.uvicorn_internals import ConnectionState, Lines, Protocol, Server
 from gateway.settings import GatewaySettings
 from quire.model_files.progress import shown_bytes
 from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
@@ -31,9 +23,6 @@ from quire.rpc.errors import QuireError, ResourceExhausted
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
 
-_GRACE_S = 2
-# When the gateway stops, a request may still be in transit.
-_LAST_REQUESTS_S = 0.1
 # Longer than the idle timeouts of clients and proxies, so that no connection is closed while it is being reused.
 _KEEP_ALIVE_S = 75
 _ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)")
@@ -205,7 +194,7 @@ class Places:
         self._holders.discard(holder)
 
 
-class HttpServer(uvicorn.Server):
+class HttpServer(Server):
     """Serves an application in the running event loop, on a socket that the constructor binds."""
 
     def __init__(
@@ -221,20 +210,7 @@ class HttpServer(uvicorn.Server):
         Raises:
             ConfigurationError: the address or the files of `tls` cannot be used.
         """
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http=HttpConnection,
-                log_config=None,
-                # Its warnings are about requests: any client could fill the log with them.
-                log_level="error",
-                access_log=False,
-                lifespan="off",
-                ws="none",
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
-        )
-        self._stopping = asyncio.Event()
+        super().__init__(app, HttpConnection, _KEEP_ALIVE_S)
         self._settings = settings
         self._places = Places(settings.max_connections, on_refusal)
         self._bodies = bodies
@@ -261,38 +237,6 @@ class HttpServer(uvicorn.Server):
     async def run_until_stopped(self) -> None:
         await self.serve(sockets=[self._listener])
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's method, which has neither these limits nor reloaded certificates."""
-        self.servers = [await self._listen(each) for each in sockets or []]
-        self.started = True
-
-    async def main_loop(self) -> None:
-        """Replaces uvicorn's method, which polls ten times a second for a stop."""
-        while not self._stopping.is_set():
-            # Updates the date header.
-            await self.on_tick(0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(1):
-                    await self._stopping.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Replaces uvicorn's method, which waits a tenth of a second even without open connections."""
-        for server in self.servers:
-            server.close()
-        if self.server_state.connections:
-            # A request that a client has just sent over an idle connection is still answered.
-            await asyncio.sleep(_LAST_REQUESTS_S)
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        # Idle connections close in the next iteration of the event loop.
-        await asyncio.sleep(0)
-        try:
-            async with asyncio.timeout(_GRACE_S):
-                await self._wait_tasks_to_complete()
-        except TimeoutError:
-            for task in self.server_state.tasks:
-                task.cancel("the server stops")
-
     async def _listen(self, listener: socket.socket) -> Any:
         if self._https is not None:
             context = self._https.context()
@@ -301,33 +245,11 @@ class HttpServer(uvicorn.Server):
         return await loop.create_server(self._make_protocol, sock=listener, backlog=self.config.backlog)
 
     def _make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
-        return HttpConnection(
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-            settings=self._settings,
-            places=self._places,
-            bodies=self._bodies,
-            handshake=handshake,
-        )
+        return HttpConnection(self, self._settings, self._places, self._bodies, handshake)
 
     def close(self) -> None:
         """Closes the socket of a server that never ran."""
         self._listener.close()
-
-    def hand_over(self) -> None:
-        """Closes the port, which other gateways share. Open connections continue."""
-        for server in self.servers:
-            server.close()
-
-    def stop(self) -> None:
-        """Makes `run_until_stopped` return soon."""
-        self._stopping.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Does nothing, since the process handles signals."""
-        yield
 
 
 class TlsListener:
@@ -396,27 +318,22 @@ class TlsListener:
             self._places.give_back(holder)
 
 
-class _Received(ReceiveBuffer):
-    """The receive buffer of h11. It rejects too many lines of headers or trailers before h11 parses them, and carriage
-    returns in chunk extensions, which another program may parse as the end of the line."""
-
-    def maybe_extract_next_line(self) -> bytearray | None:
-        line = super().maybe_extract_next_line()
-        if line is not None and b"\r" in line[:-2]:
-            raise h11.RemoteProtocolError("a line has a carriage return within it")
-        return line
-
-    def maybe_extract_lines(self) -> list[bytearray] | None:
-        lines = super().maybe_extract_lines()
-        if lines is not None and len(lines) > _MAX_HEADER_LINES:
-            raise h11.RemoteProtocolError(
-                f"the headers or trailers have more than {_MAX_HEADER_LINES:,} lines",
-                error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-            )
-        return lines
+def _check_line(line: bytearray) -> None:
+    """Rejects carriage returns in chunk extensions, which another program may parse as the end of the line."""
+    if b"\r" in line[:-2]:
+        raise h11.RemoteProtocolError("a line has a carriage return within it")
 
 
-class _ConnectionState(h11.Connection):
+def _check_lines(lines: Sized) -> None:
+    """Rejects too many lines of headers or trailers."""
+    if len(lines) > _MAX_HEADER_LINES:
+        raise h11.RemoteProtocolError(
+            f"the headers or trailers have more than {_MAX_HEADER_LINES:,} lines",
+            error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        )
+
+
+class _CheckedState(ConnectionState):
     """h11's state of one connection. It rejects too many headers or trailers, a body of very many chunks that are
     short on average, and a body with an ambiguous length: a proxy that reads another length parses the rest as the
     next request.
@@ -425,10 +342,9 @@ class _ConnectionState(h11.Connection):
         problem: The client's protocol error, if any.
     """
 
-    def __init__(self, max_incomplete_event_size: int) -> None:
-        super().__init__(h11.SERVER, max_incomplete_event_size)
+    def __init__(self) -> None:
+        super().__init__(_MAX_HEADER_BYTES, Lines(_check_line, _check_lines))
         self.problem: h11.RemoteProtocolError | None = None
-        self._receive_buffer = _Received()
         self._num_chunks = 0
         self._num_bytes = 0
 
@@ -472,28 +388,19 @@ def _check_framing(request: h11.Request) -> None:
         raise h11.RemoteProtocolError("the length of the body is ambiguous")
 
 
-class HttpConnection(H11Protocol):
+class HttpConnection(Protocol):
     """The protocol of one HTTP connection, with limits."""
 
     def __init__(
-        self,
-        *args: Any,
-        settings: GatewaySettings,
-        places: Places,
-        bodies: BodyMemory,
-        handshake: object | None = None,
-        **kwargs: Any,
+        self, server: Server, settings: GatewaySettings, places: Places, bodies: BodyMemory, handshake: object | None
     ) -> None:
-        """Has the arguments of uvicorn's protocol. `handshake` is the holder of the place during the TLS handshake."""
-        super().__init__(*args, **kwargs)
-        self.conn = _ConnectionState(_MAX_HEADER_BYTES)
+        """`handshake` is the holder of the place during the TLS handshake."""
+        self._state = _CheckedState()
+        super().__init__(server, self._state, self._answer, self._refuse_malformed)
         self._settings = settings
         self._places = places
         self._handshake = handshake
         self._bodies = bodies
-        # The application that uvicorn calls for each request.
-        self._application = self.app
-        self.app = self._answer
         # Runs while the write buffer is above its limit.
         self._writing: PatientTimer | None = None
         # Runs while the headers of a request are due.
@@ -514,12 +421,12 @@ class HttpConnection(H11Protocol):
         elif self._reading is None:
             self._reading = self._cut_later(self._settings.slow_sender_timeout, "did not end its headers in time")
 
-    def send_400_response(self, msg: str) -> None:
+    def _refuse_malformed(self) -> None:
         """Answers invalid HTTP. If another answer has begun, closes the connection instead."""
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self._cut("sent what is not HTTP")
             return
-        answer = _answer_to_malformed(self.conn.problem)
+        answer = _answer_to_malformed(self._state.problem)
         body = OPENAI.error_body(answer)
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         for event in (
@@ -546,8 +453,6 @@ class HttpConnection(H11Protocol):
         self._reading = _stopped(self._reading)
         self._places.give_back(self)
         super().connection_lost(exc)
-        # After a reset by the client uvicorn does not stop its timer, which holds all memory for `_KEEP_ALIVE_S`.
-        self._unset_keepalive_if_required()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application for one request. If the server stops before the answer, the client gets a 503."""

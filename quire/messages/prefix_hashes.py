@@ -1,5 +1,5 @@
-"""Names of full blocks of tokens. The scheduler finds cached blocks by them. Gateways compute them too, to know which
-replica has most of a prompt.
+"""Hashes that name full blocks of tokens. The scheduler finds cached blocks by them. Gateways compute them
+too, to know which replica has most of a prompt.
 
 A block's hash covers its tokens, all tokens before it, the tenant and the adapter. Two sequences that agree on a hash
 agree on everything up to the end of that block.

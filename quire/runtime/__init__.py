@@ -1,1 +1,1 @@
-"""What every process of Quire needs: settings, logs, clocks, random numbers, and the machine that it runs on."""
+"""Settings, logs, clocks, random numbers, and the limits of the machine, as every process of Quire needs them."""

@@ -35,7 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypedDict, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
 __all__ = [
     "ConfigurationError",
@@ -80,43 +80,10 @@ class TemporaryError(ConfigurationError):
     with another status than 2, so that its supervisor starts it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    help: str
-    flag: str | None
-    variable: str | None
-    parse: Callable[[str], Any] | None
-    choices: tuple[Any, ...] | None
-    metavar: str | None
-    minimum: float | None
-    maximum: float | None
-    positional: bool
-    common: bool
-    aliases: tuple[str, ...]
-    refuses_empty: bool
+class Described(TypedDict, total=False):
+    """The facts about a field of a settings class in addition to its default and its help; all may be left out.
 
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    variable: str | None = None,
-    parse: Callable[[str], Any] | None = None,
-    choices: Sequence[Any] | None = None,
-    metavar: str | None = None,
-    minimum: float | None = None,
-    maximum: float | None = None,
-    positional: bool = False,
-    common: bool = False,
-    aliases: Sequence[str] = (),
-    refuses_empty: bool = False,
-) -> Any:
-    """A field of a settings class.
-
-    Args:
-        default: The value where neither flag nor variable is given.
-        help: One line for `--help`.
+    Attributes:
         flag: The flag, if it is not the field's name, for example "--gpu-blocks".
         variable: The environment variable, if it is not the flag's name, for example "QUIRE_BLOCKS".
         parse: Text to value; ValueError says what was expected. By default the field's type decides: int, float, str,
@@ -132,22 +99,23 @@ def setting(
             off what the caller wants to have. A single comma is the empty tuple. For any other field, an empty
             environment variable counts as absent.
     """
-    choices = None if choices is None else tuple(choices)
-    described = _Setting(
-        help,
-        flag,
-        variable,
-        parse,
-        choices,
-        metavar,
-        minimum,
-        maximum,
-        positional,
-        common,
-        tuple(aliases),
-        refuses_empty,
-    )
-    return dataclasses.field(default=default, metadata={_METADATA_KEY: described})
+
+    flag: str
+    variable: str
+    parse: Callable[[str], Any]
+    choices: Sequence[Any]
+    metavar: str
+    minimum: float | None
+    maximum: float | None
+    positional: bool
+    common: bool
+    aliases: Sequence[str]
+    refuses_empty: bool
+
+
+def setting(default: Any, help: str, **described: Unpack[Described]) -> Any:
+    """A field of a settings class, with its default and one line for `--help`."""
+    return dataclasses.field(default=default, metadata={_METADATA_KEY: {"help": help, **described}})
 
 
 def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] | None, *, program: str) -> T:
@@ -214,7 +182,7 @@ def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:
 
 def make_parser(cls: type, program: str, *, reads_environ: bool = True) -> argparse.ArgumentParser:
     """The parser of the class's flags, for `--help` and for completion in shells. It checks no values."""
-    positional = [f" [{option.metavar}]" for option in _options_of(cls) if option.setting.positional]
+    positional = [f" [{option.shown_metavar}]" for option in _options_of(cls) if option.positional]
     usage = f"{program} [FLAGS]{''.join(positional)}"
     parser = _Parser(prog=program, usage=usage, description=cls.__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("-h", "--help", action="help", help="show all flags")
@@ -229,7 +197,7 @@ def flags_of(cls: type) -> list[tuple[str, list["Option"]]]:
     """The flags with the headings of `--help`; the class's own have none, unless others come before them."""
     common, rest = [], []
     for option in _options_of(cls):
-        (common if option.setting.common else rest).append(option)
+        (common if option.common else rest).append(option)
     groups = [("The flags that most users need", common)] if common else []
     for declared_by, options in itertools.groupby(rest, attrgetter("declared_by")):
         own_heading = "Flags only of this command" if common else ""
@@ -250,12 +218,20 @@ class Option:
     is_tuple: bool
     default: Any
     parse: Callable[[str], Any]
-    setting: _Setting
+    help: str
+    choices: Sequence[Any] | None = None
+    metavar: str | None = None
+    minimum: float | None = None
+    maximum: float | None = None
+    positional: bool = False
+    common: bool = False
+    aliases: Sequence[str] = ()
+    refuses_empty: bool = False
 
     def text_in(self, environ: Mapping[str, str]) -> str | None:
         """The text in the environment; None if it has none."""
         text = environ.get(self.variable) if self.variable else None
-        return text if text or self.setting.refuses_empty else None
+        return text if text or self.refuses_empty else None
 
     @property
     def key(self) -> str:
@@ -268,11 +244,11 @@ class Option:
         return "--no-" + self.key
 
     @property
-    def metavar(self) -> str:
+    def shown_metavar(self) -> str:
         """How help calls the value."""
-        if self.setting.metavar is None and self.setting.choices is not None:
-            return "{" + ",".join(map(str, self.setting.choices)) + "}"
-        return self.setting.metavar or (self.name if self.setting.positional else self.key.rpartition("-")[2]).upper()
+        if self.metavar is None and self.choices is not None:
+            return "{" + ",".join(map(str, self.choices)) + "}"
+        return self.metavar or (self.name if self.positional else self.key.rpartition("-")[2]).upper()
 
     @property
     def shown_default(self) -> str:
@@ -293,12 +269,12 @@ class Option:
         """The flags that set this value."""
         if self.is_bool:
             return [self.flag if value else self.negated_flag]
-        nothing = "," if self.setting.refuses_empty else ""
+        nothing = "," if self.refuses_empty else ""
         return [f"{self.flag}={item}" for item in (value or (nothing,) if self.is_tuple else (value,))]
 
     def _parsed(self, text: str, source: str) -> Any:
         try:
-            if self.setting.refuses_empty and not text.strip():
+            if self.refuses_empty and not text.strip():
                 raise ValueError("it is empty; leave it out if you want none")
             value = self.parse(text)
             for item in value if self.is_tuple else (value,):
@@ -308,7 +284,7 @@ class Option:
         return value
 
     def _check(self, value: Any) -> None:
-        choices, minimum, maximum = self.setting.choices, self.setting.minimum, self.setting.maximum
+        choices, minimum, maximum = self.choices, self.minimum, self.maximum
         if choices is not None and value not in choices:
             raise ValueError(f"expected one of {', '.join(map(str, choices))}")
         if minimum is not None and value < minimum:
@@ -330,20 +306,20 @@ def _options_of(cls: type) -> tuple[Option, ...]:
 
 
 def _option(declared_by: type, field: dataclasses.Field, hint: Any) -> Option:
-    described: _Setting = field.metadata[_METADATA_KEY]
-    kind = _without_none(hint)
-    flag = field.name if described.positional else described.flag or "--" + field.name.replace("_", "-")
-    variable = described.variable or _VARIABLE_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
+    described = dict(field.metadata[_METADATA_KEY])
+    kind, is_positional = _without_none(hint), described.get("positional", False)
+    flag = described.pop("flag", None) or "--" + field.name.replace("_", "-")
+    variable = described.pop("variable", None) or _VARIABLE_PREFIX + flag.removeprefix("--").replace("-", "_").upper()
     return Option(
         declared_by=declared_by,
         name=field.name,
-        flag=flag,
-        variable=None if described.positional else variable,
+        flag=field.name if is_positional else flag,
+        variable=None if is_positional else variable,
         is_bool=kind is bool,
         is_tuple=get_origin(kind) is tuple,
         default=field.default,
-        parse=described.parse or _parser_of(kind),
-        setting=described,
+        parse=described.pop("parse", None) or _parser_of(kind),
+        **described,
     )
 
 
@@ -384,10 +360,10 @@ def _heading(cls: type) -> str:
 def _add_option(section: argparse._ActionsContainer, option: Option, reads_environ: bool) -> None:
     """The parser only collects texts, a list for each flag that was given; values are checked afterwards."""
     help_text, absent = _help_of(option, reads_environ), argparse.SUPPRESS
-    if option.setting.positional:
+    if option.positional:
         nargs, action = ("*", "extend") if option.is_tuple else ("?", "append")
         section.add_argument(
-            option.name, nargs=nargs, action=action, default=absent, metavar=option.metavar, help=help_text
+            option.name, nargs=nargs, action=action, default=absent, metavar=option.shown_metavar, help=help_text
         )
     elif option.is_bool:
         section.add_argument(
@@ -396,22 +372,22 @@ def _add_option(section: argparse._ActionsContainer, option: Option, reads_envir
     else:
         added = section.add_argument(
             option.flag,
-            *option.setting.aliases,
+            *option.aliases,
             dest=option.name,
             action="append",
             default=absent,
-            metavar=option.metavar,
+            metavar=option.shown_metavar,
             help=help_text,
         )
-        added.choices = option.setting.choices
+        added.choices = option.choices
 
 
 def _help_of(option: Option, reads_environ: bool) -> str:
     facts = [option.variable] if option.variable and reads_environ else []
-    if not option.setting.positional:
+    if not option.positional:
         facts.append(f"default: {option.shown_default}")
     shown = f" [{', '.join(facts)}]" if facts else ""
-    return f"{option.setting.help}{shown}".replace("%", "%%")
+    return f"{option.help}{shown}".replace("%", "%%")
 
 
 # The configuration file.
@@ -426,7 +402,7 @@ def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[st
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path} is not TOML: {error}") from error
-    known = {option.key: option for option in options if not option.setting.positional and option.name != _CONFIG_FIELD}
+    known = {option.key: option for option in options if not option.positional and option.name != _CONFIG_FIELD}
     values: dict[str, Any] = {}
     for written, value in content.items():
         key = written.replace("_", "-")

@@ -1,1 +1,1 @@
-"""What the services share in addition to gRPC: metrics, common flags, and checks that two processes fit together."""
+"""Metrics, common flags, and checks that two processes fit together, as all services share them."""

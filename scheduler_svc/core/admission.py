@@ -3,20 +3,17 @@ step's tokens that prompts get."""
 
 import enum
 import itertools
-import math
 import sys
-from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 import numpy as np
 
 from scheduler_svc.core.kv_cache import SwapSpace, VictimTables
-from scheduler_svc.core.moves import Lease, Leases
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
-from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import SequenceGroup
 
@@ -74,27 +71,13 @@ class Room:
     groups that would have to leave for it."""
 
     def __init__(
-        self,
-        batch: Batch,
-        swap_space: SwapSpace,
-        queues: Queues,
-        promises: Leases[RequestKey],
-        coming: Collection[RequestKey],
-        leases: Leases[Lease],
-        pins: Pins,
-        preparations: Preparations,
+        self, batch: Batch, swap_space: SwapSpace, queues: Queues, reservations: Reservations, pins: Pins
     ) -> None:
-        """`promises` holds blocks for groups that wait. Rows are kept for these groups, and for `coming` groups while
-        they are held. Blocks of `leases`, `promises` and `pins` give way to groups that run, and blocks of
-        `preparations`, which are on their way, do not."""
         self._batch = batch
         self._swap_space = swap_space
         self._waiting, self._swapped, self._running = queues
-        self._promises = promises
-        self._coming = coming
-        self._leases = leases
+        self._reservations = reservations
         self._pins = pins
-        self._preparations = preparations
         # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
         self._futile: tuple[_Attempt, int] | None = None
         # The number of blocks that the group looked at last takes, and the versions of its cached blocks.
@@ -103,7 +86,7 @@ class Room:
     @property
     def is_empty(self) -> bool:
         """Whether no group runs or is about to come from another replica."""
-        return not (len(self._running) or len(self._promises))
+        return not (len(self._running) or self._reservations[Kind.PROMISE])
 
     def to_grow(self) -> int:
         """Blocks that the running groups take in the next steps."""
@@ -121,7 +104,7 @@ class Room:
         cached = list(dict.fromkeys(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))))
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
-        self._promises.add(group.request.key, [*cached, *blocks.take(num_blocks)], math.inf)
+        self._reservations.add(Kind.PROMISE, group.request.key, [*cached, *blocks.take(num_blocks)])
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group takes in the next steps, in addition to the blocks for its present tokens."""
@@ -138,7 +121,7 @@ class Room:
     def _missing_rows(self, group: SequenceGroup) -> int:
         """Rows that the group lacks. Rows that are kept for other groups do not count as free."""
         # A coming group that is not held has its turn after this group: if it kept rows, both would wait forever.
-        kept = itertools.chain(self._promises, filter(self._waiting.is_held, self._coming))
+        kept = filter(self._waiting.is_held, self._reservations.requests(Kind.PROMISE, Kind.COMING))
         num_promised = sum(len(self._waiting.get(key).unfinished) for key in kept)
         return len(group.unfinished) - (self._batch.rows.num_free - num_promised)
 
@@ -157,7 +140,8 @@ class Room:
         if self.lacks_rows(group) or not self.is_empty:
             return False
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
-        blocks, arriving = self._batch.blocks, set(itertools.chain(*self._preparations.held_tables()))
+        blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
+        arriving = set(itertools.chain(*fetches))
         cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))) - arriving
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])
@@ -175,18 +159,15 @@ class Room:
         return True
 
     def give_way(self, *, may_end_pins: bool) -> bool:
-        """Frees blocks that are kept for other purposes than running groups, the least important first. Returns whether
-        there were any."""
-        pool = self._batch.blocks.pool
-        return self._leases.give_way(pool) or self.break_promise() or (may_end_pins and self._pins.give_way(pool))
-
-    def break_promise(self) -> bool:
-        """Takes back the newest promise: that group, which would come from another replica, waits again. Returns
-        whether there was one."""
-        if (key := self._promises.newest) is None:
+        """Ends the reservation that gives way first. A group whose promise is broken waits again. Returns whether there
+        was one."""
+        ended = self._reservations.give_way(may_end_pins=may_end_pins)
+        if ended is None:
             return False
-        self._promises.end(key, self._batch.blocks.pool)
-        self._waiting.release(key)
+        if isinstance(key := ended.owner, RequestKey):
+            self._waiting.release(key)
+            if (pin := self._pins.of_key(key)) is not None:
+                self._pins.remove(pin)
         return True
 
     def victims(self, group: SequenceGroup, candidates: SequenceOf[SequenceGroup], to_grow: int) -> list[SequenceGroup]:
@@ -197,7 +178,7 @@ class Room:
         missing = blocks.missing(needed, reserve=reserve)
         missing_rows = self._missing_rows(group)
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
-        all_leave = len(candidates) == len(running) and not len(self._promises)
+        all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]
         orders = tuple(each.order for each in candidates)
         futile = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free

@@ -21,6 +21,7 @@ from scheduler_svc.core.request import (
     RequestKey,
     check_request,
 )
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step import ClientEvents, RequestFailure
@@ -78,8 +79,8 @@ class Arrivals:
         """Queues a request that was checked."""
         state = self._state
         replaces = None if request.replaces is None else RequestKey(request.key.client, request.replaces)
-        if replaces is not None and replaces in state.promises and not request.is_offer:
-            state.coming.add(request.key)
+        if replaces is not None and replaces in state.reservations[Kind.PROMISE] and not request.is_offer:
+            state.reservations.add(Kind.COMING, request.key, [])
         offer = None if replaces is None else self._end_group(replaces)
         order = state.policy.order(request, state.num_arrivals) if offer is None else offer.order
         state.num_arrivals += offer is None
@@ -113,8 +114,8 @@ class Arrivals:
             return None
         group = queue.remove(key)
         state.preparations.ended(group.request)
-        state.coming.discard(key)
-        state.promises.end(key, state.batch.blocks.pool)
+        state.reservations.end(Kind.COMING, key)
+        state.reservations.end(Kind.PROMISE, key)
         self._end(group.unfinished)
         return group
 
@@ -138,15 +139,15 @@ class Arrivals:
         Pinning a prefix again restarts its time. On failure raises a RefusedError and changes nothing.
         """
         state = self._state
-        num_before, pool = len(state.pins), state.batch.blocks.pool
-        pin = state.pins.add(tenant, adapter, token_ids, now + time_to_live, time_to_live, pool)
-        if not pin.is_held and state.group(pin.key) is None and not state.pins.hold(pin, pool):
+        num_before = len(state.pins)
+        pin = state.pins.add(tenant, adapter, token_ids, now + time_to_live, time_to_live)
+        if not pin.is_held and state.group(pin.key) is None and not state.pins.hold(pin):
             try:
                 # A renewed pin has its quota already, and must not lose it.
                 accepted_before |= len(state.pins) == num_before
                 self.submit(replace(pin.request(), accepted_before=accepted_before), now)
             except RefusedError:
-                state.pins.remove(pin, pool)
+                state.pins.remove(pin)
                 raise
         return pin
 
@@ -170,18 +171,18 @@ class Arrivals:
             if pin.expires_at <= now:
                 self._unpin(pin)
             else:
-                self._state.pins.decay(pin, now, self._state.batch.blocks.pool)
+                self._state.pins.decay(pin, now)
 
     def _unpin(self, pin: Pin) -> None:
-        self._state.pins.remove(pin, self._state.batch.blocks.pool)
+        self._state.pins.remove(pin)
         self.abort(pin.key)
 
     def complete_pin(self, group: SequenceGroup) -> None:
         """A group ended. If it computed a pin, its blocks are still cached, unless it failed."""
-        state = self._state
-        pin = state.pins.of_key(group.request.key)
-        if pin is not None and not state.pins.hold(pin, state.batch.blocks.pool):
-            state.pins.remove(pin, state.batch.blocks.pool)
+        pins = self._state.pins
+        pin = pins.of_key(group.request.key)
+        if pin is not None and not pins.hold(pin):
+            pins.remove(pin)
 
     # Moves and needs
 
@@ -212,7 +213,7 @@ class Arrivals:
                 sealed.pop(block, None)
         if sealed:
             blocks.pool.touch(sealed)
-            state.leases.add(lease, list(sealed), now + lease_s)
+            state.reservations.add(Kind.LEASE, lease, list(sealed), now + lease_s)
         self.abort(key)
         state.move_counts.requests_out += 1
         return list(sealed.items())
@@ -234,9 +235,9 @@ class Arrivals:
         if failed and not 0 <= min(failed) <= max(failed) < num_arriving:
             raise ValueError(f"preparation {number} fetches {num_arriving} blocks, and number {max(failed)} failed")
         if arriving is not None:
-            blocks = state.batch.blocks
-            blocks.seal_moved(arriving.came(failed))
-            blocks.pool.free(arriving.blocks, arriving.kept)
+            state.batch.blocks.seal_moved(arriving.came(failed))
+            state.reservations.end(Kind.FETCH, number)
+            state.reservations.end(Kind.FETCH_START, number)
             state.fetches.forget_failed(arriving, failed)
             state.move_counts.fetched(arriving, len(failed))
         keys = state.preparations.done(number, failure)
@@ -252,7 +253,7 @@ class Arrivals:
         state = self._state
         if (arriving := state.preparations.arriving(number)) is not None:
             state.fetches.forget_failed(arriving, range(len(arriving.hashes)))
-            state.batch.blocks.pool.free(arriving.kept)
+            state.reservations.end(Kind.FETCH_START, number)
         need, keys = state.preparations.give_up(number)
         if isinstance(need, MovedBlocks):
             state.queues.release(keys)

@@ -10,6 +10,7 @@ from itertools import chain
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.block_pool import BlockId, BlockPool
 from scheduler_svc.core.request import max_blocks
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 
@@ -28,9 +29,8 @@ def check(scheduler: Scheduler) -> None:
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
-    keepers = (scheduler.pins, scheduler.leases, scheduler.promises, scheduler.preparations)
-    kept = [table for keeper in keepers for table in keeper.held_tables()]
-    _check_pool(blocks.pool, [*tables, *kept, *(each.block_table for each in blocks.retired)])
+    reserved = scheduler.reservations.tables(*Kind)
+    _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired)])
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
     _check_pool(blocks.host.pool, [each.block_table for each in swapped])
@@ -127,9 +127,9 @@ def _check_pins(scheduler: Scheduler) -> None:
         is_live = any(group.request.key == pin.key for group in scheduler.groups())
         if pin.is_held == is_live:
             raise InvariantViolationError(f"pin {pin.pin_id}: held {pin.is_held}, being computed {is_live}")
-    num_held = len(set(chain.from_iterable(pins.held_tables())))
-    if num_held != pins.num_pinned:
-        raise InvariantViolationError(f"{num_held} blocks are pinned, {pins.num_pinned} are counted")
+    held, counted = Counter(chain.from_iterable(pin.blocks for pin in pins)), pins.holders()
+    if held != counted:
+        raise InvariantViolationError(f"pins hold {held}, {counted} is counted")
 
 
 def _check_waiting(scheduler: Scheduler) -> None:
@@ -241,9 +241,10 @@ def _check_underway(scheduler: Scheduler) -> None:
 def _check_held(scheduler: Scheduler) -> None:
     """No group is held that would never be released."""
     waiting, swapped, preparations = scheduler.waiting, scheduler.swapped, scheduler.preparations
+    promised = set(scheduler.reservations.requests(Kind.PROMISE))
     for group in waiting.held_few(len(waiting)):
         key = group.request.key
-        waits = scheduler.batch.underway.is_known(key) or preparations.needed_by(key) or key in scheduler.promises
+        waits = scheduler.batch.underway.is_known(key) or preparations.needed_by(key) or key in promised
         if not (waits or scheduler.is_held_as_new(group)):
             raise InvariantViolationError(f"{key} is held for nothing")
     for group in swapped.held_few(len(swapped)):
@@ -252,12 +253,16 @@ def _check_held(scheduler: Scheduler) -> None:
 
 
 def _check_preparations(scheduler: Scheduler) -> None:
-    """A suspect need is prepared by itself, and a prepared need has no counted losses."""
+    """A suspect need is prepared by itself, a prepared need has no counted losses, and blocks are kept only for
+    fetches that are not over."""
     preparations, trials = scheduler.preparations, scheduler.trials
     if preparations.has_suspect_underway and (scheduler.in_flight or preparations.num_underway > 1):
         raise InvariantViolationError("a suspect is prepared together with steps or other needs")
     if ready := [need for need in trials.counted_needs if preparations.is_ready(need)]:
         raise InvariantViolationError(f"{ready} are prepared, and losses count for them")
+    reserved = (*scheduler.reservations[Kind.FETCH], *scheduler.reservations[Kind.FETCH_START])
+    if over := [number for number in reserved if isinstance(number, int) and preparations.arriving(number) is None]:
+        raise InvariantViolationError(f"blocks are kept for fetches {over}, which are over")
 
 
 def _check_adapters(scheduler: Scheduler) -> None:

@@ -80,6 +80,7 @@ class Losses:
                     sequence.block_table, sequence.row = [], None
                 group.restart()
                 state.waiting.add(group)
+        pinned = [pin for pin in state.pins if pin.is_held]
         state.make_pools()
-        for pin in state.pins.lose_blocks():
+        for pin in pinned:
             self._arrivals.arrive(pin.request(), now)

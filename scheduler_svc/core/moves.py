@@ -8,10 +8,10 @@ depends on a move: blocks that do not come are computed. Blocks come from a tier
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Generic, NewType, TypeVar
+from dataclasses import dataclass
+from typing import NewType
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool
+from scheduler_svc.core.block_pool import BlockHash, BlockId
 from scheduler_svc.core.cache_log import CacheLog
 
 Lease = NewType("Lease", bytes)
@@ -25,78 +25,6 @@ class KvSource:
     kv_namespace: str = ""
     endpoints: tuple[str, ...] = ()
     lease: Lease = Lease(b"")
-
-
-K = TypeVar("K")
-
-
-@dataclass(slots=True)
-class _Leased:
-    blocks: list[BlockId]
-    expires_at: float
-    num_done: int = 0
-
-
-@dataclass(slots=True)
-class Leases(Generic[K]):
-    """Blocks that are held for other purposes than running requests, with a reference: sealed blocks that another
-    replica may fetch, by their lease, and room for requests that still run at another replica, by their key."""
-
-    _leases: dict[K, _Leased] = field(default_factory=dict[K, _Leased])
-
-    def __len__(self) -> int:
-        return len(self._leases)
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._leases)
-
-    @property
-    def newest(self) -> K | None:
-        """The newest lease; None if there is none."""
-        return next(reversed(self._leases), None)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of all leases. A block of several leases counts for each."""
-        return sum(len(each.blocks) for each in list(self._leases.values()))
-
-    def held_tables(self) -> list[list[BlockId]]:
-        """The blocks of each lease."""
-        return [each.blocks for each in self._leases.values()]
-
-    def add(self, lease: K, blocks: list[BlockId], expires_at: float) -> None:
-        """Holds blocks under the lease, which takes over the caller's references."""
-        assert lease not in self._leases, "a lease is given once"
-        self._leases[lease] = _Leased(blocks, expires_at)
-
-    def renew(self, lease: K, expires_at: float) -> None:
-        """Extends the lease, since its blocks are being fetched. No effect if it is over."""
-        if (leased := self._leases.get(lease)) is not None:
-            leased.expires_at = expires_at
-
-    def count_done(self, lease: K) -> int:
-        """Counts one more rank that has sent its part of the blocks. Returns the count; 0 if the lease is over."""
-        if (leased := self._leases.get(lease)) is None:
-            return 0
-        leased.num_done += 1
-        return leased.num_done
-
-    def end(self, lease: K, pool: BlockPool) -> None:
-        """Ends a lease. Its blocks stay cached until they are evicted. Idempotent."""
-        if (leased := self._leases.pop(lease, None)) is not None:
-            pool.free(leased.blocks)
-
-    def expire(self, now: float, pool: BlockPool) -> None:
-        """Ends leases that have expired."""
-        for lease in [lease for lease, leased in self._leases.items() if leased.expires_at <= now]:
-            self.end(lease, pool)
-
-    def give_way(self, pool: BlockPool) -> bool:
-        """Ends the oldest lease. Returns whether there was one."""
-        for lease in self._leases:
-            self.end(lease, pool)
-            return True
-        return False
 
 
 @dataclass(slots=True)
@@ -221,13 +149,11 @@ class CommonTier:
 @dataclass(frozen=True, slots=True)
 class Arriving:
     """Blocks of this pool that get their content from another replica, or from the tier if `source` is None, with the
-    hashes of that content. `kept` are the cached blocks of the waiting request: without them it could not use the
-    arriving blocks, or would have them fetched next and lose the arrived ones meanwhile."""
+    hashes of that content."""
 
     source: KvSource | None
     blocks: tuple[BlockId, ...]
     hashes: tuple[BlockHash, ...]
-    kept: tuple[BlockId, ...] = ()
 
     def came(self, failed: frozenset[int]) -> Iterator[tuple[BlockId, BlockHash]]:
         """The blocks whose content arrived, with its hash."""

@@ -5,12 +5,11 @@ meanwhile. A pin is a lease that decays: it holds all of its blocks for the firs
 back an eighth at a time, the end of the prefix first. Pinning the prefix again restores it.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
+from scheduler_svc.core.block_pool import BlockHash, BlockId, PrefixHashes
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import (
     Adapter,
@@ -23,6 +22,7 @@ from scheduler_svc.core.request import (
     RowSampling,
     cache_root,
 )
+from scheduler_svc.core.reservations import Earliest, Kind, Reservations
 
 PIN_CLIENT = ClientId(-1)
 """The client of the requests that compute pins: the scheduler itself. Gateways are numbered from 0."""
@@ -35,8 +35,9 @@ _NUM_PARTS = 8
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """Whole blocks of a tenant's prefix, with its adapter. `blocks` is empty until they are computed. `hashes` are the
-    hashes of the blocks that it holds, or is to hold: `num_parts` of `max_parts` are left."""
+    """Whole blocks of a tenant's prefix, with its adapter. `blocks` are the blocks of its reservation, empty until
+    they are computed. `hashes` are the hashes of the blocks that it holds, or is to hold: `num_parts` of `max_parts`
+    are left."""
 
     pin_id: str
     tenant: str
@@ -85,15 +86,13 @@ class Pins:
         self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
         self._by_key: dict[RequestKey, Pin] = {}
-        self._holders: Counter[BlockId] = Counter()
         self._num_made = num_made
         self._num_blocks = 0
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
         """The blocks of each tenant's pins, held or not yet, with the number of the tenant's pins that have each block.
         Tenants share no blocks. `_num_blocks` is the total number of blocks."""
-        # Heaps of (time, handle). An entry is void if the pin is gone, has another time or holds nothing.
-        self._changes: list[tuple[float, Handle]] = []
-        self._held_ends: list[tuple[float, Handle]] = []
+        self._changes: Earliest[RequestKey, float] = Earliest()
+        self._reservations: Reservations
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -105,18 +104,20 @@ class Pins:
         """An empty set of pins for a pool with these limits, which continues the numbering of handles."""
         return Pins(config, self._num_made)
 
+    def move_to(self, reservations: Reservations) -> None:
+        """Reserves blocks in this table from now on. An earlier pool is gone, and no pin holds blocks."""
+        self._reservations = reservations
+        for pin in self:
+            pin.blocks = []
+
     @property
     def num_pinned(self) -> int:
         """Blocks that pins hold, each counted once."""
-        return len(self._holders)
-
-    def held_tables(self) -> list[list[BlockId]]:
-        """The blocks of each pin."""
-        return [pin.blocks for pin in self._pins.values()]
+        return len(self._reservations.holders[Kind.PIN])
 
     def holders(self) -> dict[BlockId, int]:
         """A copy of the number of pins that hold each pinned block."""
-        return dict(self._holders)
+        return dict(self._reservations.holders[Kind.PIN])
 
     def of_key(self, key: RequestKey) -> Pin | None:
         return self._by_key.get(key)
@@ -133,7 +134,6 @@ class Pins:
         token_ids: list[int],
         expires_at: float,
         time_to_live: float,
-        pool: BlockPool,
     ) -> Pin:
         """The pin of the whole blocks of this prefix. Renews an existing pin that is still whole. Otherwise makes a new
         pin, which holds nothing yet, and replaces an old one that has given blocks back.
@@ -150,11 +150,11 @@ class Pins:
         pin = self._pins.get(pin_id)
         if pin is not None and len(pin.hashes) == num_blocks:
             pin.expires_at, pin.time_to_live, pin.num_parts = expires_at, time_to_live, pin.max_parts
-            self._note_end(pin)
+            self._set_times(pin)
             return pin
         self._check_quota(tenant, hashes)
         if pin is not None:
-            self.remove(pin, pool)
+            self.remove(pin)
         self._num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self._num_made))
         whole, parts = token_ids[: num_blocks * self._block_size], min(num_blocks, _NUM_PARTS)
@@ -164,7 +164,7 @@ class Pins:
         self._num_blocks -= len(blocks)
         blocks.update(hashes)
         self._num_blocks += len(blocks)
-        self._note_end(pin)
+        self._set_times(pin)
         return pin
 
     def _check_quota(self, tenant: str, hashes: list[BlockHash]) -> None:
@@ -182,38 +182,40 @@ class Pins:
                 f"pin {self._max_pinned}"
             )
 
-    def hold(self, pin: Pin, pool: BlockPool) -> bool:
+    def hold(self, pin: Pin) -> bool:
         """Adds a reference to each block that a pin still has. Returns whether all of its blocks were cached."""
+        pool = self._reservations.pool
         blocks = pool.hits(pin.hashes)
         if len(blocks) < len(pin.hashes):
             return False
         pool.touch(blocks)
         pin.blocks = blocks
-        self._holders.update(blocks)
+        self._reservations.add(Kind.PIN, pin.key, blocks, pin.expires_at)
         # Computing them may have taken more than half of its time.
-        self._cut(pin, self._num_left(pin), pool)
-        self._note_end(pin)
+        self._cut(pin, self._num_left(pin))
         return True
 
-    def remove(self, pin: Pin, pool: BlockPool) -> None:
+    def remove(self, pin: Pin) -> None:
         """Removes a pin. Its blocks stay cached until they are evicted."""
         del self._pins[pin.pin_id], self._by_key[pin.key]
-        self._cut(pin, 0, pool)
+        self._changes.discard(pin.key)
+        self._cut(pin, 0)
+        self._reservations.end(Kind.PIN, pin.key)
 
-    def decay(self, pin: Pin, now: float, pool: BlockPool) -> None:
+    def decay(self, pin: Pin, now: float) -> None:
         """Gives back the parts of a pin whose time is over, the end of the prefix first."""
         while pin.next_change <= now and pin.num_parts > 1:
             pin.num_parts -= 1
         if pin.is_held:
-            self._cut(pin, self._num_left(pin), pool)
-        self._note_end(pin)
+            self._cut(pin, self._num_left(pin))
+        self._set_times(pin)
 
     def _num_left(self, pin: Pin) -> int:
         """Blocks that a pin still has at this time."""
         num_blocks = len(pin.token_ids) // self._block_size
         return -(-num_blocks * pin.num_parts // pin.max_parts)
 
-    def _cut(self, pin: Pin, num_left: int, pool: BlockPool) -> None:
+    def _cut(self, pin: Pin, num_left: int) -> None:
         """Keeps the first `num_left` blocks of the pin, and gives back the others."""
         known = self._of_tenant[pin.tenant]
         for content in pin.hashes[num_left:]:
@@ -223,61 +225,21 @@ class Pins:
                 self._num_blocks -= 1
         if not known:
             del self._of_tenant[pin.tenant]
-        given_back = pin.blocks[num_left:]
-        for block in given_back:
-            self._holders[block] -= 1
-            if not self._holders[block]:
-                del self._holders[block]
-        pool.free(given_back)
-        del pin.hashes[num_left:], pin.blocks[num_left:]
+        del pin.hashes[num_left:]
+        self._reservations.truncate(Kind.PIN, pin.key, num_left)
 
     @property
     def next_change(self) -> float | None:
         """The time at which the next pin ends or gives back blocks; None if there is none."""
-        pin = self._first(self._changes)
-        return None if pin is None else pin.next_change
+        key = self._changes.first()
+        return None if key is None else self._by_key[key].next_change
 
     def next_due(self, now: float) -> Pin | None:
         """The pin that ends or gives back blocks first, if it is time."""
-        pin = self._first(self._changes)
-        return pin if pin is not None and pin.next_change <= now else None
+        key = self._changes.first()
+        return self._by_key[key] if key is not None and self._by_key[key].next_change <= now else None
 
-    def give_way(self, pool: BlockPool) -> bool:
-        """Removes the pin with the earliest end that holds blocks. Returns whether there was one."""
-        pin = self._first(self._held_ends)
-        if pin is None:
-            return False
-        self.remove(pin, pool)
-        return True
-
-    def lose_blocks(self) -> list[Pin]:
-        """The pool is gone. Returns the pins that held blocks, to be computed again."""
-        lost = [pin for pin in self._pins.values() if pin.is_held]
-        for pin in lost:
-            pin.blocks = []
-        self._holders.clear()
-        self._held_ends.clear()
-        return lost
-
-    def _note_end(self, pin: Pin) -> None:
-        """Records that the pin has another time, or holds its blocks from now on."""
-        heapq.heappush(self._changes, (pin.next_change, pin.key.handle))
-        if pin.is_held:
-            heapq.heappush(self._held_ends, (pin.expires_at, pin.key.handle))
-        if len(self._changes) > 2 * len(self._pins) + 64:
-            self._changes = sorted((each.next_change, each.key.handle) for each in self._pins.values())
-        if len(self._held_ends) > 2 * len(self._pins) + 64:
-            held = (each for each in self._pins.values() if each.is_held)
-            self._held_ends = sorted((each.expires_at, each.key.handle) for each in held)
-
-    def _first(self, ends: list[tuple[float, Handle]]) -> Pin | None:
-        """The pin of the first entry of a heap that is not void; None if all are. Drops void ones."""
-        while ends:
-            time, handle = ends[0]
-            pin = self._by_key.get(RequestKey(PIN_CLIENT, handle))
-            if pin is not None and (
-                pin.next_change == time if ends is self._changes else pin.is_held and pin.expires_at == time
-            ):
-                return pin
-            heapq.heappop(ends)
-        return None
+    def _set_times(self, pin: Pin) -> None:
+        """The pin has another end, or gives back its next part at another time."""
+        self._changes.put(pin.key, pin.next_change)
+        self._reservations.renew(Kind.PIN, pin.key, pin.expires_at)

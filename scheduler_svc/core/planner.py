@@ -6,6 +6,7 @@ from scheduler_svc.core.admission import Obstacle, Stop
 from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, MovedBlocks
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.results import Results, check_result
 from scheduler_svc.core.sequence import Milestone, SequenceGroup
 from scheduler_svc.core.state import State
@@ -82,7 +83,7 @@ class Planner:
         if blocks.has_retired:
             blocks.reclaim()
         self._arrivals.expire_pins(now)
-        state.leases.expire(now, blocks.pool)
+        state.reservations.expire_leases(now)
         self._begin_new(now)
         state.promised.clear()
         if state.in_flight:
@@ -180,7 +181,7 @@ class Planner:
     def _start(self, group: SequenceGroup, now: float) -> None:
         state = self._state
         group.source, group.has_been_passed = None, False
-        state.coming.discard(group.request.key)
+        state.reservations.end(Kind.COMING, group.request.key)
         is_new = group.cached_tokens is None
         self._num_blocks_looked_up += state.placement.start(group, now)
         if is_new:

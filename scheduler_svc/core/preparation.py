@@ -17,10 +17,10 @@ is prepared by itself, while no step is in flight and no other need is prepared.
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from scheduler_svc.core.adapter_slots import AdapterSlots
-from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.block_pool import BlockHash
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import Adapter, Constraint, MovedBlocks, Need, Request, RequestKey
@@ -53,13 +53,13 @@ class Preparations:
         self,
         adapters: AdapterSlots,
         trials: Trials,
-        make_room: Callable[[RequestKey], Arriving | MovedBlocks | None],
+        make_room: Callable[[RequestKey, int], Arriving | MovedBlocks | None],
         *,
         compiles: bool,
     ) -> None:
         """Without `compiles` every constraint counts as compiled: workers compile it when rows need it. `make_room`
-        takes pool blocks for a request's blocks that can be fetched now, or returns the need that fetches them already;
-        None if there are no such blocks, or no room for them."""
+        reserves pool blocks, for the preparation with this number, for a request's blocks that can be fetched now, or
+        returns the need that fetches them already; None if there are no such blocks, or no room for them."""
         self.trials = trials
         self._make_room = make_room
         self._adapters = adapters
@@ -155,20 +155,6 @@ class Preparations:
             if isinstance(each.need, MovedBlocks) and each.arriving is not None and content in each.arriving.hashes:
                 return each.need
         return None
-
-    def held_tables(self) -> list[tuple[BlockId, ...]]:
-        """The blocks that are held for each preparation."""
-        return [table for arriving in self._all_arriving for table in (arriving.blocks, arriving.kept)]
-
-    @property
-    def num_arriving(self) -> int:
-        """Blocks that are being fetched."""
-        return sum(len(arriving.blocks) for arriving in self._all_arriving)
-
-    @property
-    def _all_arriving(self) -> Iterator[Arriving]:
-        known = (*self._underway.values(), *self._given_up.values())
-        return (each.arriving for each in known if each.arriving is not None)
 
     def awaited_slots(self) -> list[int]:
         """The slots of the adapters that the workers load now, without late ones."""
@@ -267,7 +253,7 @@ class Preparations:
         if self._suspect_waits or self.has_suspect_underway:
             # Under a stream of requests with blocks to fetch the suspect would wait forever.
             return None
-        arriving = self._make_room(request.key)
+        arriving = self._make_room(request.key, self._num_begun + 1)
         if not isinstance(arriving, Arriving):
             return arriving
         self._num_begun += 1
@@ -323,12 +309,9 @@ class Preparations:
 
     def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long: other needs take the turn. Returns the need and the requests that waited for it.
-        These have to end, unless the need is blocks: those are computed, and the cached blocks kept for them are free.
-        An adapter's slot is free: its next load replaces this one. KeyError if no such number is underway."""
-        late = self._underway.pop(number)
-        if late.arriving is not None:
-            late = replace(late, arriving=replace(late.arriving, kept=()))
-        self._given_up[number] = late
+        These have to end, unless the need is blocks: those are computed. An adapter's slot is free: its next load
+        replaces this one. KeyError if no such number is underway."""
+        late = self._given_up[number] = self._underway.pop(number)
         if late.slot is not None:
             self._adapters.loaded(late.slot, None)
         if isinstance(late.need, MovedBlocks):

@@ -23,6 +23,7 @@ from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.state import State
 
 
@@ -53,9 +54,9 @@ class Scheduler(State):
     def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
         """Blocks of a lease were fetched: extends it to `lease_s` seconds from now, or ends it with 0."""
         if lease_s:
-            self.leases.renew(lease, now + lease_s)
+            self.reservations.renew(Kind.LEASE, lease, now + lease_s)
         else:
-            self.leases.end(lease, self.batch.blocks.pool)
+            self.reservations.end(Kind.LEASE, lease)
 
     def tier_changed(self, slots: SequenceOf[int], hashes: SequenceOf[BlockHash]) -> None:
         """Updates the workers' tier: the first of these slots hold these blocks now, and the other slots are empty."""

@@ -12,13 +12,14 @@ from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager, SwapSpace
-from scheduler_svc.core.moves import Arriving, KvSource, Lease, Leases, MoveCounts, Tier
+from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
 from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
+from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import StepInFlight
@@ -29,10 +30,10 @@ class State:
 
     Steps and preemptions are counted since the start; `last_step_id` is the newest planned step since the worker was
     attached, 0 before the first; `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
-    last step admitted no further group, None if no group was left. `promises` holds the room for offers, `promised` has
-    the offers that got room in the last planned step, and `coming` the requests whose offers had room and that wait for
-    their blocks. Requests that never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts
-    the prompt tokens of all requests that ran, `num_cached_tokens` the cached part of them.
+    last step admitted no further group, None if no group was left. `reservations` has the blocks and rows that are kept
+    for others than running requests, and `promised` the offers that got room in the last planned step. Requests that
+    never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts the prompt tokens of all
+    requests that ran, `num_cached_tokens` the cached part of them.
     """
 
     def __init__(self, config: SchedulerConfig, make_blocks: Callable[[SchedulerConfig], BlockManager]) -> None:
@@ -64,10 +65,9 @@ class State:
         config = self.config
         self.batch = Batch(config, self._make_blocks(config))
         self.batch.blocks.host = HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host)
-        self.leases = Leases[Lease]()
-        self.promises = Leases[RequestKey]()
+        self.reservations = Reservations(self.batch.blocks.pool)
+        self.pins.move_to(self.reservations)
         self.promised = list[RequestKey]()
-        self.coming = set[RequestKey]()
         self.tier = Tier()
         self.fetches = Fetches(self)
         self.preparations = Preparations(
@@ -77,16 +77,7 @@ class State:
             self._cache_log.cleared()
             self.set_cache_log(self._cache_log)
         self.swap_space = SwapSpace(self.batch.blocks)
-        self.room = Room(
-            self.batch,
-            self.swap_space,
-            self.queues,
-            self.promises,
-            self.coming,
-            self.leases,
-            self.pins,
-            self.preparations,
-        )
+        self.room = Room(self.batch, self.swap_space, self.queues, self.reservations, self.pins)
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
         self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config)
         self.pace = Pace()
@@ -144,12 +135,12 @@ class Fetches:
         # The pool's number of releases, and the requests for whose blocks there has been no room since.
         self._no_room: tuple[int, set[RequestKey]] = 0, set()
 
-    def make_room(self, key: RequestKey) -> Arriving | MovedBlocks | None:
-        """Takes pool blocks for the blocks of a waiting request that another replica has and that are not cached here.
-        They are fetched once. If all are cached, the result has no blocks, and the call for it ends the lease. If no
-        other replica has the request, its blocks in the tier are fetched once it fits, so that no other request takes
-        the room again. Returns the need of another request that fetches the blocks already, if there is one, and None
-        if there is nothing to fetch or no room."""
+    def make_room(self, key: RequestKey, number: int) -> Arriving | MovedBlocks | None:
+        """Takes pool blocks for the blocks of a waiting request that another replica has and that are not cached here,
+        and reserves them for the preparation with this number. They are fetched once. If all are cached, the result has
+        no blocks, and the call for it ends the lease. If no other replica has the request, its blocks in the tier are
+        fetched once it fits, so that no other request takes the room again. Returns the need of another request that
+        fetches the blocks already, if there is one, and None if there is nothing to fetch or no room."""
         state = self._state
         group, blocks = state.waiting.get(key) if key in state.waiting else None, state.batch.blocks
         if group is None or state.trials.are_on or key in self._without_room():
@@ -157,7 +148,7 @@ class Fetches:
             return None
         if group.source is None:
             # Groups that pass may take the room and evict fetched blocks: waits for them once, then computes the rest.
-            return self._make_room_from_tier(group) if len(state.tier) and not group.has_been_passed else None
+            return self._make_room_from_tier(group, number) if len(state.tier) and not group.has_been_passed else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
@@ -165,9 +156,9 @@ class Fetches:
             self._without_room().add(key)
             return None
         group.source = None
-        return self._arriving(source, cached if hashes else [], hashes)
+        return self._arriving(number, source, cached if hashes else [], hashes)
 
-    def _make_room_from_tier(self, group: SequenceGroup) -> Arriving | MovedBlocks | None:
+    def _make_room_from_tier(self, group: SequenceGroup, number: int) -> Arriving | MovedBlocks | None:
         state = self._state
         blocks = state.batch.blocks
         cached, hashes = blocks.missing_hashes(group.computing, state.tier)
@@ -180,7 +171,7 @@ class Fetches:
             if not (state.room.is_empty and blocks.reclaim()):
                 self._without_room().add(group.request.key)
                 return None
-        return self._arriving(None, cached, hashes)
+        return self._arriving(number, None, cached, hashes)
 
     def _without_room(self) -> set[RequestKey]:
         """The requests for whose blocks there has been no room since the last release of blocks."""
@@ -189,10 +180,14 @@ class Fetches:
             self._no_room = num_releases, set()
         return self._no_room[1]
 
-    def _arriving(self, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]) -> Arriving:
-        """Takes blocks for these hashes, and adds references to the cached ones."""
+    def _arriving(
+        self, number: int, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]
+    ) -> Arriving:
+        """Reserves blocks for these hashes, and the cached ones."""
         taken = self._state.batch.blocks.allocate_beside(cached, len(hashes))
-        return Arriving(source, tuple(taken), tuple(hashes), tuple(cached))
+        self._state.reservations.add(Kind.FETCH, number, taken)
+        self._state.reservations.add(Kind.FETCH_START, number, cached)
+        return Arriving(source, tuple(taken), tuple(hashes))
 
     def forget_failed(self, arriving: Arriving, failed: Collection[int]) -> None:
         """Blocks with these indices did not come. Blocks of the tier are not fetched again, since it may be slow."""

@@ -38,7 +38,7 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
     limits = DurableLimits(
         settings.max_durable_requests, settings.max_durable_tokens, settings.durable_grace, settings.tenant_overflow
     )
-    requests = Requests(lambda key: loop.abort(key), lambda key: loop.progress(key), limits)
+    requests = Requests(lambda key: loop.replica.abort(key), lambda key: loop.replica.progress(key), limits)
 
     def report_readiness(is_ready: bool) -> None:
         server.set_serving(is_ready)
@@ -46,21 +46,21 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
             on_attached()
 
     loop = StepLoop(settings, requests, metrics, spans, report_readiness, identity)
-    metrics.watch(lambda: loop.scheduler, requests)
+    metrics.watch(lambda: loop.replica.scheduler, requests)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
     register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))
-    async with _kv_events(settings, loop.cache):
+    async with _kv_events(settings, loop.replica.cache):
         server = await _start_server(settings, SchedulerServicer(loop, requests), metrics, identity, operators)
         try:
             with _metrics_server(settings, metrics, operators):
-                _logger.info("listening on %s, workers at %s", server.address, ", ".join(loop.worker_addresses))
+                _logger.info("listening on %s, workers at %s", server.address, ", ".join(settings.workers))
                 await _run_and_drain(loop, requests, settings.drain_timeout)
         finally:
             await server.stop(grace_s=1.0)
             loop.trace.close()
-            if loop.recorder is not None:
-                await asyncio.to_thread(loop.recorder.close)
+            if loop.replica.recorder is not None:
+                await asyncio.to_thread(loop.replica.recorder.close)
             await asyncio.to_thread(spans.close)
 
 
@@ -115,7 +115,7 @@ async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: fl
         await asyncio.shield(driver)
     except asyncio.CancelledError:
         ending = asyncio.create_task(requests.end_once_unread())
-        draining = asyncio.create_task(loop.drain(drain_timeout_s))
+        draining = asyncio.create_task(loop.lifecycle.drain(drain_timeout_s))
         try:
             await asyncio.wait([driver, draining], return_when=asyncio.FIRST_COMPLETED)
             if driver.done() and (error := driver.exception()) is not None:

@@ -12,6 +12,7 @@ from quire.messages.logprob_columns import LogprobLog
 from quire.messages.prefix_hashes import SALT_BYTES
 from quire.messages.replica_role import ReplicaRole
 from quire.model_files.adapter_files import DIGEST_BYTES
+from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
 from quire.scheduler.v1 import scheduler_pb2
 from quire.service import compatibility
@@ -24,10 +25,11 @@ from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason, Sequence, SequenceStatus
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
+from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.metrics import Served
 from scheduler_svc.service.outbox import Outgoing
+from scheduler_svc.service.replica import MODEL_CHANGED, Replica
 from scheduler_svc.service.requests import GATEWAYS
-from scheduler_svc.service.step_loop import MODEL_CHANGED, StepLoop
 from scheduler_svc.service.watch_messages import pool_message
 from scheduler_svc.service.worker_messages import ReplicaInfo, source_message
 
@@ -331,7 +333,8 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
 
 
 async def state_message(
-    loop: StepLoop,
+    replica: Replica,
+    lifecycle: Lifecycle,
     *,
     include_sequences: bool,
     num_gateways: int,
@@ -339,13 +342,13 @@ async def state_message(
 ) -> scheduler_pb2.GetStateResponse:
     """Counters and, if requested, every live sequence with its block table, and the load of one gateway."""
     message = scheduler_pb2.GetStateResponse(
-        scheduler_epoch=loop.epoch,
-        draining=loop.is_draining,
-        asleep=loop.is_asleep,
+        scheduler_epoch=replica.epoch,
+        draining=lifecycle.is_draining,
+        asleep=lifecycle.is_asleep,
         connected_gateways=num_gateways,
-        workers=_worker_messages(loop),
+        workers=_worker_messages(replica, lifecycle.loading),
     )
-    scheduler = loop.scheduler
+    scheduler = replica.scheduler
     if scheduler is None:
         return message
     message.last_step_id = scheduler.last_step_id
@@ -359,11 +362,11 @@ async def state_message(
     message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
     if is_of_gateway is not None:
         message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
-        tokens = loop.step_tokens
+        tokens = replica.metrics.step_tokens
         message.step_tokens.CopyFrom(
             scheduler_pb2.StepTokens(bounds=map(int, tokens.bounds), steps=tokens.counts, tokens=int(tokens.sum))
         )
-        message.served.CopyFrom(_served_message(loop.served, scheduler))
+        message.served.CopyFrom(_served_message(replica.metrics.served, scheduler))
         drafts = scheduler.draft_counts
         message.drafts.CopyFrom(
             scheduler_pb2.DraftCounts(samples=drafts.num_samples, drafts=drafts.num_drafts, accepted_at=drafts.right_at)
@@ -395,10 +398,9 @@ def _served_message(served: Served, scheduler: Scheduler) -> scheduler_pb2.Serve
     )
 
 
-async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
+async def blocks_message(scheduler: Scheduler | None, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
     """Every block that a live sequence holds, of one request or of all, and all blocks that can still be hit."""
     message = scheduler_pb2.InspectBlocksResponse()
-    scheduler = loop.scheduler
     if scheduler is None:
         return message
     pool = scheduler.batch.blocks.pool
@@ -419,15 +421,16 @@ async def blocks_message(loop: StepLoop, request_id: str | None) -> scheduler_pb
     return message
 
 
-def _worker_messages(loop: StepLoop) -> list[scheduler_pb2.WorkerState]:
+def _worker_messages(replica: Replica, loading: LoadProgress | None) -> list[scheduler_pb2.WorkerState]:
     """The workers' states, in order of rank. All ranks are attached or none, and they share one generation."""
-    generation = 0 if loop.replica is None else loop.replica.worker_generation
-    loading = None if loop.loading is None else loop.loading.message()
     return [
         scheduler_pb2.WorkerState(
-            address=address, attached=loop.is_attached, worker_generation=generation, loading=loading
+            address=address,
+            attached=replica.is_attached,
+            worker_generation=0 if replica.info is None else replica.info.worker_generation,
+            loading=None if loading is None else loading.message(),
         )
-        for address in loop.worker_addresses
+        for address in replica.workers
     ]
 
 

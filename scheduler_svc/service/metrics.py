@@ -16,6 +16,7 @@ from quire.runtime import clock
 from quire.service.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
 from quire.service.metrics import CallCounts
 from scheduler_svc.core.moves import Arriving
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
@@ -188,8 +189,9 @@ class _State(Collector):
         of_host = {"free": host.num_free - host.num_cached, "cached": host.num_cached, "used": host.num_used}
         yield _gauges("host_blocks", "Blocks of the host pool.", "state", of_host)
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
-        yield _gauge("arriving_blocks", "Blocks that workers fetch now.", scheduler.preparations.num_arriving)
-        yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", scheduler.leases.num_blocks)
+        reserved = scheduler.reservations.num_blocks
+        yield _gauge("arriving_blocks", "Blocks that workers fetch now.", reserved(Kind.FETCH))
+        yield _gauge("offered_blocks", "Blocks kept for other replicas to fetch.", reserved(Kind.LEASE))
         moves = scheduler.move_counts
         help_text = "Requests that moved to another replica, and requests that came with blocks to fetch."
         requests_moved = {("in",): moves.requests_in, ("out",): moves.requests_out}

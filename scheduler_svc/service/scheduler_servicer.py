@@ -54,8 +54,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def __init__(self, loop: StepLoop, requests: Requests) -> None:
         self._loop = loop
+        self._replica = loop.replica
+        self._lifecycle = loop.lifecycle
         self._requests = requests
-        self._cache = CacheDigest(loop.cache)
+        self._cache = CacheDigest(loop.replica.cache)
         # The last log line about incompatible gateways.
         self._logged_refusals: deque[str] = deque(maxlen=_MAX_LOGGED_REFUSALS)
 
@@ -66,11 +68,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         connection = self._requests.connect(hello.gateway_id, hello.grace_period_ms / 1e3)
         reader = asyncio.create_task(self._read(request_iterator, connection))
         reader.add_done_callback(lambda _: connection.outbox.close())
-        version = self._loop.version
+        version = self._replica.version
         try:
             yield self._welcome()
-            if not self._loop.is_ready:
-                connection.outbox.put_readiness(self._loop.readiness)
+            if not self._lifecycle.is_ready:
+                connection.outbox.put_readiness(self._lifecycle.readiness)
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
             while (outgoing := await connection.outbox.take()) is not None:
@@ -105,7 +107,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> scheduler_pb2.GetStateResponse:
         of_gateway = self._requests.are_read_by(request.gateway_id) if request.HasField("gateway_id") else None
         return await state_message(
-            self._loop,
+            self._replica,
+            self._lifecycle,
             include_sequences=request.include_sequences,
             num_gateways=self._requests.num_connected,
             is_of_gateway=of_gateway,
@@ -114,34 +117,35 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def InspectBlocks(
         self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.InspectBlocksResponse:
-        return await blocks_message(self._loop, request.request_id if request.HasField("request_id") else None)
+        request_id = request.request_id if request.HasField("request_id") else None
+        return await blocks_message(self._replica.scheduler, request_id)
 
     async def PinPrefix(
         self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.PinPrefixResponse:
         self._check_available()
-        replica = self._loop.replica
-        assert replica is not None
+        info = self._replica.info
+        assert info is not None
         if not 0 < request.time_to_live_ms <= _MAX_TIME_TO_LIVE_MS:
             raise invalid_field(
                 "time_to_live_ms", f"is {request.time_to_live_ms}; it must be in [1, {_MAX_TIME_TO_LIVE_MS}]"
             )
-        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=replica.vocab_size).tolist()
+        token_ids = decode_int32(request.token_ids, "token_ids", minimum=0, below=info.vocab_size).tolist()
         adapter = adapter_from(request.adapter) if request.HasField("adapter") else None
         try:
-            pin = await self._loop.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3, adapter)
+            pin = await self._replica.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3, adapter)
         except PinFailedError as error:
             raise Unavailable(str(error), reason="PIN_LOST") from error
         return scheduler_pb2.PinPrefixResponse(
             pin_id=pin.pin_id,
             pinned_tokens=len(pin.token_ids),
-            pinned_blocks=len(pin.token_ids) // replica.block_size,
+            pinned_blocks=len(pin.token_ids) // info.block_size,
         )
 
     async def UnpinPrefix(
         self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.UnpinPrefixResponse:
-        if not self._loop.pins.unpin(request.tenant, request.pin_id):
+        if not self._replica.pins.unpin(request.tenant, request.pin_id):
             raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
         return scheduler_pb2.UnpinPrefixResponse()
 
@@ -149,18 +153,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.ResetPrefixCacheResponse:
         self._check_available()
-        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=self._loop.forget_cached())
+        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=self._replica.forget_cached())
 
     async def Sleep(
         self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.SleepResponse:
-        await self._loop.sleep(discard_weights=request.discard_weights)
+        await self._lifecycle.sleep(discard_weights=request.discard_weights)
         return scheduler_pb2.SleepResponse()
 
     async def WakeUp(
         self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.WakeUpResponse:
-        await self._loop.wake_up()
+        await self._lifecycle.wake_up()
         return scheduler_pb2.WakeUpResponse()
 
     async def FindDurable(
@@ -185,7 +189,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DrainResponse:
         timeout_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
-        return scheduler_pb2.DrainResponse(remaining_requests=await self._loop.drain(timeout_s))
+        return scheduler_pb2.DrainResponse(remaining_requests=await self._lifecycle.drain(timeout_s))
 
     async def Watch(
         self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
@@ -197,14 +201,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReadBlock(
         self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.ReadBlockResponse:
-        return block_message(self._loop.scheduler, request)
+        return block_message(self._replica.scheduler, request)
 
     async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
         # A refusal before the message is read could collide with the gateway's write, and grpc would report INTERNAL.
         first = await anext(messages, None)
         is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
         if not is_back:
-            self._loop.check_not_draining()
+            self._lifecycle.check_not_draining()
         self._check_attached()
         if first is None or first.WhichOneof("message") != "hello":
             raise FailedPrecondition("the first message of a stream must be hello")
@@ -219,13 +223,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _check_fits(self, hello: scheduler_pb2.Hello) -> None:
         """Raises FailedPrecondition if a gateway has other protocol versions, or another model than the workers."""
-        replica = self._loop.replica
-        assert replica is not None
+        info = self._replica.info
+        assert info is not None
         us, them = "the scheduler", f"gateway {hello.gateway_id[:128]}"
         theirs = ProtocolVersions.of(hello.protocol)
         try:
             check_protocol("quire.scheduler.v1", compatibility.SCHEDULER_PROTOCOL, theirs, us=us, them=them)
-            check_model(replica.fingerprint, ModelFingerprint.of(hello.model), us=f"the worker of {us}", them=them)
+            check_model(info.fingerprint, ModelFingerprint.of(hello.model), us=f"the worker of {us}", them=them)
         except FailedPrecondition as error:
             # Such a gateway tries again several times a second, and there may be several of them.
             if str(error) not in self._logged_refusals:
@@ -234,12 +238,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
 
     def _check_available(self) -> None:
-        self._loop.check_not_draining()
+        self._lifecycle.check_not_draining()
         self._check_attached()
 
     def _check_attached(self) -> None:
-        if self._loop.scheduler is None:
-            loading = self._loop.loading
+        if self._replica.scheduler is None:
+            loading = self._lifecycle.loading
             raise Unavailable(
                 "no worker is attached yet" if loading is None else f"the worker is loading its model: {loading}",
                 reason="NO_WORKER",
@@ -250,19 +254,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _is_outdated(self, version: int) -> bool:
         """Whether a stream whose Welcome had this version ends, so that its gateway connects again and gets the new
         properties of the replica. While the scheduler drains, it could not connect."""
-        return self._loop.version != version and not self._loop.is_draining
+        return self._replica.version != version and not self._lifecycle.is_draining
 
     def _welcome(self) -> scheduler_pb2.ConnectResponse:
-        scheduler, replica = self._loop.scheduler, self._loop.replica
+        scheduler, info = self._replica.scheduler, self._replica.info
         assert scheduler is not None
-        assert replica is not None
+        assert info is not None
         return welcome_message(
-            self._loop.epoch,
-            replica,
+            self._replica.epoch,
+            info,
             scheduler.config,
             self._requests.durable_grace_s,
-            self._loop.role,
-            self._loop.kv_source.kv_namespace,
+            self._replica.role,
+            self._replica.kv_source.kv_namespace,
         )
 
     async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
@@ -277,7 +281,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "resume":
                     self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
                 case "release":
-                    self._requests.move(Reader(connection, Handle(message.release.handle)), self._loop.hand_over)
+                    self._requests.move(Reader(connection, Handle(message.release.handle)), self._replica.hand_over)
                 case "detach":
                     self._detach(Reader(connection, Handle(message.detach.handle)))
                 case "end_unread":
@@ -310,26 +314,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _accept(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
         """Queues a request, or attaches its reader if it is known. Raises the error that the gateway gets."""
-        replica, scheduler = self._loop.replica, self._loop.scheduler
-        assert replica is not None
+        info, scheduler = self._replica.info, self._replica.scheduler
+        assert info is not None
         assert scheduler is not None
         request = request_from_submit(
             submit,
-            vocab_size=replica.vocab_size,
+            vocab_size=info.vocab_size,
             max_num_seqs=scheduler.config.max_num_seqs,
-            kv_source=self._loop.kv_source,
+            kv_source=self._replica.kv_source,
         )
         offer = self._requests.replace_offer(reader)
         try:
             if offer is None and self._resubmit(submit, request, reader):
                 return
             if submit.offer or not submit.resubmitted:
-                self._loop.check_not_draining()
+                self._lifecycle.check_not_draining()
             self._enter(submit, request if offer is None else replace(request, replaces=offer.key.handle), reader)
         finally:
             if offer is not None:
                 # Unless the request has its place by now.
-                self._loop.abort(offer.key)
+                self._replica.abort(offer.key)
 
     def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
         """Attaches the reader of a known request. Returns whether it is known."""
@@ -348,7 +352,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
         def to_core(admitted: Request) -> None:
             failpoint("scheduler.submit.before_queue")
-            self._loop.submit(admitted, None if submit.offer else trace_context_of(submit))
+            self._replica.submit(admitted, None if submit.offer else trace_context_of(submit))
 
         self._requests.admit(request, submit.nonce, reader, to_core, description)
         failpoint("scheduler.submit.accepted")
@@ -369,7 +373,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
         owned = reader.request
-        usage = None if owned is None else self._loop.usage_so_far(owned.key)
+        usage = None if owned is None else self._replica.usage_so_far(owned.key)
         is_of_sequence = abort.HasField("sequence_index")
         if owned is None and not is_of_sequence:
             # The request is forgotten, but the rest of its replay may be on its way.
@@ -377,8 +381,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if is_of_sequence:
             if owned is None or usage is None:
                 return
-            self._loop.abort_sequence(owned.key, abort.sequence_index)
-            if self._loop.usage_so_far(owned.key) is not None:
+            self._replica.abort_sequence(owned.key, abort.sequence_index)
+            if self._replica.usage_so_far(owned.key) is not None:
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
             # The reader may lack events of the other sequences; the usage comes with the end.

@@ -13,6 +13,7 @@ from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.block_pool import BlockId, BlockPool
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.core.step import StepPlan, Usage
@@ -184,7 +185,8 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
     message.prompt_tokens, message.cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens
     message.block_bytes, message.disk_blocks = replica.block_bytes, len(scheduler.tier)
-    message.arriving_blocks, message.offered_blocks = scheduler.preparations.num_arriving, scheduler.leases.num_blocks
+    message.arriving_blocks = scheduler.reservations.num_blocks(Kind.FETCH)
+    message.offered_blocks = scheduler.reservations.num_blocks(Kind.LEASE)
     moves = scheduler.move_counts
     message.blocks_from_disk, message.blocks_from_replicas = moves.from_disk, moves.from_replicas
     message.blocks_from_host = moves.from_host

@@ -1,4 +1,4 @@
-"""Pictures in one style. matplotlib is imported only for drawing, since simulations need none."""
+"""Draws the figures of the page, all in one style. matplotlib is imported only for drawing: simulations need none."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -75,7 +75,8 @@ BAD_STEPS: list[dict[str, object]] = [
     {"cache_operations": {"swap_out": encode_int32([0, 1 << 24])}},
     {"assign": [make_assign(1, [1 << 24], [])]},
 ]
-"""One fault of each kind: tests/unit/worker_svc has all others (protocol/test_step_messages.py, device/test_rows.py)."""
+"""One fault of each kind: tests/unit/worker_svc has all others (protocol/test_step_messages.py,
+device/test_rows.py)."""
 
 
 @pytest.mark.parametrize("fields", BAD_STEPS)

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from quire.runtime.settings import ConfigurationError
 from tests.support.models import VOCAB_SIZE, Family, make_model
 from tests.support.whole_engine import WholeEngine, make_request
 
@@ -33,35 +31,21 @@ def start(directory: Path, *flags: str) -> WholeEngine:
     return WholeEngine("--model", str(directory), *common, *flags)
 
 
-def assert_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> None:
-    """Checks that each token is the likeliest one in the whole sequence."""
-    with torch.inference_mode():
-        likeliest = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
-    assert output == likeliest.tolist()
-
-
-def test_prompts_of_all_lengths_share_a_prefix_and_generate_beyond_the_original_length(tmp_path: Path) -> None:
+def test_prompts_of_all_lengths_share_a_prefix_and_generate_beyond_the_original_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, prompts = make_model(tmp_path, PHI_3), [TEXT[:length] for length in (70, 20, 31, 32, 33, 41)]
     engine = start(tmp_path, "--max-model-len=256")
+    assert "the rotation of all sequences is the one for 256 tokens" in caplog.text
+    assert engine.worker.info.model.max_model_len == 256
     requests = [make_request(number, prompt, max_tokens=60) for number, prompt in enumerate(prompts)]
     texts = engine.run(requests, max_num_batched_tokens=24)
     assert any(usage.cached_tokens for usage in engine.usages.values())
     for number, prompt in enumerate(prompts):
-        assert_greedy(model, prompt, texts[number, 0].token_ids)
-
-
-def test_without_a_length_all_is_as_in_transformers_up_to_the_original_length(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = make_model(tmp_path, PHI_3)
-    engine = start(tmp_path)
-    assert "sequences have at most 32 tokens" in caplog.text
-    assert engine.worker.info.model.max_model_len == ORIGINAL
-    texts = engine.run([make_request(1, TEXT[:20], max_tokens=12), make_request(2, TEXT[:25], max_tokens=7)])
-    for number, length in ((1, 20), (2, 25)):
-        assert_greedy(model, TEXT[:length], texts[number, 0].token_ids)
-    with pytest.raises(ConfigurationError, match="--max-model-len is 257; this model has at most 256 positions"):
-        start(tmp_path, "--max-model-len=257")
+        output = texts[number, 0].token_ids
+        with torch.inference_mode():
+            likeliest = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+        assert output == likeliest.tolist()
 
 
 def test_a_draft_model_is_rotated_for_the_length_that_the_model_is_served_with(tmp_path: Path) -> None:

@@ -200,19 +200,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("recurrent_gemma", "zamba", "zamba2", "zaya"),
     ),
     _NOT_COUNTED: (
-        *(
-            "big_bird",
-            "cpmant",
-            "git",
-            "megatron-bert",
-            "rembert",
-            "roformer",
-            "rwkv",
-            "trocr",
-            "xlm",
-            "xlnet",
-            "xlstm",
-        ),
+        *("big_bird", "cpmant", "git", "megatron-bert", "rembert", "roformer", "rwkv", "trocr", "xlm", "xlnet"),
+        "xlstm",
     ),
     _WITHIN: (
         *("emu3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),

@@ -14,15 +14,7 @@ from worker_svc.models.registry import load_model
 pytestmark = pytest.mark.real
 
 SAMPLE = (
-    "bloom",
-    "cohere2",
-    "deepseek_v3",
-    "gemma4_text",
-    "gpt_oss",
-    "lfm2",
-    "mixtral",
-    "qwen3",
-    "rwkv",
+    *("bloom", "cohere2", "deepseek_v3", "gemma4_text", "gpt_oss", "lfm2", "mixtral", "qwen3", "rwkv"),
     "xlm-roberta",
 )
 LINES = {model_type: line for line, types in REFUSED.items() for model_type in types}

@@ -13,7 +13,6 @@ import safetensors.torch
 import tokenizers
 from openai import AsyncOpenAI
 
-from gateway.text.chat import ChatTemplate, special_token_texts
 from quire.model_files.model_directory import ModelDirectory
 from tests.real.models import real_model
 from tests.support.serving import serving
@@ -29,20 +28,7 @@ MODELS: dict[str, tuple[str, str | None, tuple[str, ...]]] = {
     "Llama 3.1": (
         *("llama3_1", None),
         (
-            "ĊĊ",
-            '{"',
-            "name",
-            '":',
-            'Ġ"',
-            "now",
-            '","',
-            "parameters",
-            '":{"',
-            "utc",
-            '"',
-            ":",
-            "true",
-            "}}",
+            *("ĊĊ", '{"', "name", '":', 'Ġ"', "now", '","', "parameters", '":{"', "utc", '"', ":", "true", "}}"),
             "<|eot_id|>",
         ),
     ),
@@ -244,12 +230,3 @@ async def test_a_call_that_the_model_begins_by_itself_fits(served):
     )
     assert len(message["tool_calls"]) == 1
     assert_fitting(message)
-
-
-@pytest.mark.parametrize("name", MODELS)
-async def test_the_template_writes_calls_in_a_known_format(name):
-    model, template, _ = MODELS[name]
-    directory = ModelDirectory.open(real_model(model, template))
-    assert directory.chat_template is not None
-    texts = special_token_texts(directory.tokenizer_config)
-    assert ChatTemplate(directory.chat_template, texts).tool_format is not None

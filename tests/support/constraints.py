@@ -79,18 +79,22 @@ def spelled(text: str, held: Vocabulary | None = None) -> list[int]:
     return [token_id for token_ids in made for token_id in token_ids]
 
 
-def accepts(constraint: Constraint, text: str, kind: str = "byte level") -> bool:
+def accepts(constraint: Constraint, text: str) -> bool:
     """Whether a text is complete under a constraint, with any tokens."""
-    return accepts_text(make_template(constraint, kind), text)
+    return accepts_text(make_template(constraint), text)
 
 
 def accepts_text(template: Template, text: str) -> bool:
     """Same as `accepts`, for a constraint that is compiled only once."""
-    held = template.vocabulary
-    matcher = template.matcher(tuple(held.eos))
     # Byte by byte, so that no forced spelling of a text matters.
-    for byte in text.encode():
-        matcher.consume(held.token_bytes.index(bytes([byte])))
+    return accepts_tokens(template, [template.vocabulary.token_bytes.index(bytes([byte])) for byte in text.encode()])
+
+
+def accepts_tokens(template: Template, token_ids: Sequence[int]) -> bool:
+    """Whether the text of these tokens is complete under a constraint."""
+    matcher = template.matcher(tuple(template.vocabulary.eos))
+    for token_id in token_ids:
+        matcher.consume(token_id)
         if matcher.error is not None:
             return False
     return matcher.may_end

@@ -13,9 +13,10 @@ from scheduler_svc.settings import SchedulerSettings
 
 def make_step_loop(scheduler: Scheduler, metrics: SchedulerMetrics | None = None) -> tuple[StepLoop, Requests]:
     """A loop that drives this core, and the table of its requests."""
-    requests = Requests(lambda key: loop.abort(key), lambda key: loop.progress(key), DurableLimits(8, 10_000, 60.0))
+    limits = DurableLimits(8, 10_000, 60.0)
+    requests = Requests(lambda key: loop.replica.abort(key), lambda key: loop.replica.progress(key), limits)
     settings = SchedulerSettings(listen="127.0.0.1:0", workers=("127.0.0.1:1",))
     spans = RequestSpans(None, time.monotonic)
     loop = StepLoop(settings, requests, metrics or SchedulerMetrics(), spans, lambda is_ready: None)
-    loop.scheduler = scheduler
+    loop.replica.scheduler = scheduler
     return loop, requests

@@ -14,9 +14,10 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
+from gateway.api.batches.files import FileRow
 from gateway.api.batches.lines import opened
 from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchStore, FileRow
+from gateway.api.batches.store import BatchStore
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
 from gateway.api.openapi import AnyObject, ApiRoute
@@ -81,7 +82,7 @@ class _BatchRoutes:
     async def upload(self, request: Request) -> AnyObject:
         """Stores a file with the requests of a batch."""
         store, tenant, limit = self._here.store, current_caller().tenant, self._here.limits.max_file_bytes
-        await store.run(store.check_room, tenant, 0)
+        await store.run(store.files.check_room, tenant, 0)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "multipart/form-data":
             message = "content-type must be multipart/form-data; the file is its part `file`"
@@ -112,7 +113,7 @@ class _BatchRoutes:
     async def list_files(self, request: Request) -> AnyObject:
         """The files of the caller's tenant, newest first."""
         store, query = self._here.store, request.query_params
-        rows = await store.run(store.files, current_caller().tenant, query.get("purpose"))
+        rows = await store.run(store.files.all, current_caller().tenant, query.get("purpose"))
         page, has_more = _page("file", [row.id for row in rows], query)
         chosen = {row.id: row for row in rows}
         return _list_of([chosen[file_id].shown() for file_id in page], has_more=has_more)
@@ -120,21 +121,21 @@ class _BatchRoutes:
     async def get_file(self, request: Request) -> AnyObject:
         """A file, without its content."""
         store = self._here.store
-        row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
+        row = await store.run(store.files.find, current_caller().tenant, request.path_params["file_id"])
         return row.shown()
 
     async def content(self, request: Request) -> Response:
         """The content of a file."""
         store = self._here.store
-        row = await store.run(store.file, current_caller().tenant, request.path_params["file_id"])
-        path = store.path_of(row.id)
+        row = await store.run(store.files.find, current_caller().tenant, request.path_params["file_id"])
+        path = store.files.path_of(row.id)
         with opened(path):
             return _Content(path, media_type="application/octet-stream")
 
     async def delete(self, request: Request) -> AnyObject:
         """Deletes a file that no running batch reads."""
         store, file_id = self._here.store, request.path_params["file_id"]
-        await store.run(store.remove_file, current_caller().tenant, file_id)
+        await store.run(store.files.remove, current_caller().tenant, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     async def create(self, request: Request) -> AnyObject:
@@ -211,10 +212,10 @@ def _too_large(limit: int) -> HttpError:
 
 async def _store(store: BatchStore, file: UploadFile, limit: int, tenant: str, purpose: str) -> FileRow:
     """Stores an upload. It is not copied in the store's thread, which renews leases meanwhile."""
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     try:
         await asyncio.to_thread(_copy, file, path, limit)
-        return await store.run(store.add_file, tenant, file_id, _name(file.filename), purpose)
+        return await store.run(store.files.add, tenant, file_id, _name(file.filename), purpose)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

@@ -22,18 +22,18 @@ from gateway.api.batches.store import (
     BatchRow,
     BatchStore,
     Line,
-    NotOwnerError,
 )
+from gateway.api.leased_runs import LeasedRun, LeasedRuns
 from gateway.api.respond import Call, whole_answer
 from gateway.auth.caller import LOWEST_PRIORITY, set_caller
 from gateway.auth.keys import Authenticator
+from gateway.leased_table import NotOwnerError
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
 from gateway.request.validation import wrong_model
 from quire.rpc.errors import NotFound, QuireError
 from quire.runtime import clock, entropy
 
-_RENEW_S = 1.0
 _LOOK_S = 0.25
 _RETRY_S = 1.0
 _TAKEN_AT_ONCE = 4
@@ -47,16 +47,22 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Run:
+class _Run(LeasedRun):
     """A batch that runs here. `end_as` is its final status if it is ended early."""
 
     row: BatchRow
-    task: asyncio.Task[None] | None = None
     work: asyncio.Task[None] | None = None
     end_as: str | None = None
 
+    def end(self, status: str) -> None:
+        """Ends the batch early, with the answers so far."""
+        if self.end_as is None:
+            self.end_as = status
+            if self.work is not None:
+                self.work.cancel()
 
-class Batches:
+
+class Batches(LeasedRuns[BatchRow, _Run]):
     """The batches that run at this gateway."""
 
     def __init__(
@@ -73,68 +79,34 @@ class Batches:
     ) -> None:
         """`read_call` makes a call from an endpoint and the body of a request. At most `concurrency` requests run at
         once, and only while `memory` has room for their bodies."""
+        super().__init__(store, generator, "batches")
         self.store = store
         self.limits = limits
-        self._generator = generator
         self._authenticator = authenticator
         self._read_call = read_call
         self._gateway_id = gateway_id
         self._memory = memory
         self._concurrency = concurrency
         self._room = asyncio.Semaphore(concurrency)
-        self._runs: dict[str, _Run] = {}
-        self._is_stopping = False
         self._looked_at = 0.0
         self._others_wait = False
 
-    async def run(self) -> None:
-        """Renews the leases of batches that run here, and takes batches that no gateway runs, until cancelled."""
-        while True:
-            try:
-                await self._look_after()
-            except QuireError as error:
-                _logger.warning("batches: %s", error)
-            await asyncio.sleep(_RENEW_S)
+    def _max_taken(self) -> int:
+        return max(0, _TAKEN_AT_ONCE - len(self._runs))
 
-    async def _look_after(self) -> None:
-        states = await self.store.run(self.store.renew, list(self._runs))
-        for batch_id, run in list(self._runs.items()):
-            if batch_id not in states:
-                _cancel(run.task)
-            elif states[batch_id] == CANCELLING:
-                _end(run, CANCELLED)
-            elif clock.unix_s() >= run.row.expires_at:
-                _end(run, EXPIRED)
-        if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
-            return
-        most = max(0, _TAKEN_AT_ONCE - len(self._runs))
-        rows = await self.store.run(self.store.take, most, frozenset(self._runs))
-        if self._is_stopping:
-            # The gateway began to stop meanwhile, and `stop_runs` did not see these batches.
-            await self.store.run(self.store.give_up, [row.id for row in rows])
-            return
-        for row in rows:
-            run = self._runs[row.id] = _Run(row)
-            run.task = asyncio.create_task(self._run(run), name=row.id)
+    def _run_taken(self, row: BatchRow) -> None:
+        run = _Run(row.id, row, end_as=CANCELLED if row.status == CANCELLING else None)
+        self._start(run, self._run(run))
 
-    async def stop_runs(self) -> None:
-        """Stops all runs, and prevents new ones. Other gateways that share the directory, or the next start, continue
-        the batches."""
-        self._is_stopping = True
-        names, tasks = list(self._runs), [run.task for run in self._runs.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        try:
-            await self.store.run(self.store.give_up, names)
-        except QuireError as error:
-            _logger.warning("batches: %s", error)
+    def _renewed(self, run: _Run, status: str) -> None:
+        if status == CANCELLING:
+            run.end(CANCELLED)
+        elif clock.unix_s() >= run.row.expires_at:
+            run.end(EXPIRED)
 
     async def _run(self, run: _Run) -> None:
         row, store = run.row, self.store
         try:
-            if row.status == CANCELLING:
-                run.end_as = CANCELLED
             if run.end_as is None:
                 run.work = asyncio.create_task(self._answer_all(row))
                 try:
@@ -154,8 +126,8 @@ class Batches:
             # A gateway takes it again when the lease expires.
             _logger.error("batch %s stopped, and continues later", row.id, exc_info=errors)
         finally:
-            _cancel(run.work)
-            self._runs.pop(row.id, None)
+            if run.work is not None:
+                run.work.cancel()
 
     async def _answer_all(self, row: BatchRow) -> None:
         """Runs all requests that have no answers. Raises NotOwnerError, by itself or in a group, if the batch must not
@@ -168,7 +140,7 @@ class Batches:
             raise NotOwnerError
         set_caller(caller)
         if row.status == VALIDATING:
-            path = store.path_of(row.input_file)
+            path = store.files.path_of(row.input_file)
             try:
                 lines, errors = await asyncio.to_thread(
                     read_lines,
@@ -214,7 +186,7 @@ class Batches:
         try:
             held.add(line.size)
             message_memory.set(held)
-            body = await asyncio.to_thread(body_of, self.store.path_of(row.input_file), line)
+            body = await asyncio.to_thread(body_of, self.store.files.path_of(row.input_file), line)
             call = await self._read_call(row.endpoint, body)
             return call.id, await whole_answer(self._generator, call, LOWEST_PRIORITY), None
         except Exception as error:
@@ -253,14 +225,3 @@ def _expired(custom_id: str) -> bytes:
     return as_json(
         {"id": f"{_ANSWER_ID}{entropy.random_hex(12)}", "custom_id": custom_id, "response": None, "error": error}
     )
-
-
-def _end(run: _Run, status: str) -> None:
-    if run.end_as is None:
-        run.end_as = status
-        _cancel(run.work)
-
-
-def _cancel(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()

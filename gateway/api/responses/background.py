@@ -18,6 +18,7 @@ from pydantic_core import from_json
 
 from gateway.api.answers import OPENAI, as_json, error_answer
 from gateway.api.durable_streams import EventId, EventWriter
+from gateway.api.leased_runs import RENEW_S, LeasedRun, LeasedRuns
 from gateway.api.responses.background_store import (
     CANCELLED,
     FAILED,
@@ -26,7 +27,6 @@ from gateway.api.responses.background_store import (
     RUNNING,
     Background,
     BackgroundStore,
-    NotOwnerError,
     Piece,
     no_background,
 )
@@ -34,6 +34,7 @@ from gateway.api.responses.calls import ResponseCall
 from gateway.api.responses.write import ResponseShaper, error_event, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
+from gateway.leased_table import NotOwnerError
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
@@ -47,23 +48,26 @@ from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable,
 from quire.runtime import entropy
 from quire.runtime.failpoint import failpoint
 
-_RENEW_S = 1.0
 _TAKEN_AT_ONCE = 16
 # The interval at which the store is polled for events of other gateways, for all readers together.
 _POLL_S = 0.1
 _RETRY_S = 1.0
 _EVENTS = replace(OPENAI, names_events=True)
-Name = tuple[str, str]
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Run:
-    """A response that runs here. `began` gets its first state when its request is admitted, or the error."""
+class _Run(LeasedRun):
+    """A response that runs here. `began` gets its first state when its request is admitted, or the error; None if the
+    response was taken over."""
 
     row: Background
     began: asyncio.Future[bytes] | None = None
-    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the caller that made the response still waits for its admission."""
+        return self.began is not None and not self.began.done()
 
 
 @dataclass(slots=True)
@@ -74,7 +78,7 @@ class _News:
     num_readers: int = 0
 
 
-class BackgroundResponses:
+class BackgroundResponses(LeasedRuns[Background, _Run]):
     """The background responses that run at this gateway."""
 
     def __init__(
@@ -85,13 +89,11 @@ class BackgroundResponses:
         read_call: Callable[[bytes, str], ResponseCall],
     ) -> None:
         """`read_call` restores a call from its stored data and its id."""
-        self._generator = generator
+        super().__init__(store, generator, "background responses")
         self._store = store
         self._authenticator = authenticator
         self._read_call = read_call
-        self._runs: dict[Name, _Run] = {}
-        self._news: dict[Name, _News] = {}
-        self._is_stopping = False
+        self._news: dict[str, _News] = {}
 
     async def begin(self, call: ResponseCall) -> bytes:
         """Starts a response and returns its first state.
@@ -113,8 +115,18 @@ class BackgroundResponses:
             await self._store.run(self._store.add, row)
             began: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
             try:
-                self._check_not_stopping()
-                self._start(row, began)
+                if self._is_stopping:
+                    raise _about_to_stop()
+                run = _Run(row.id, row, began)
+                # The request of a response stays in memory after its call has ended.
+                release = keep_memory()
+
+                def ended(_: asyncio.Task[None]) -> None:
+                    release()
+                    if run.is_new:
+                        began.set_exception(_about_to_stop())
+
+                self._start(run, self._run(run)).add_done_callback(ended)
                 return await asyncio.shield(began)
             except QuireError:
                 await self._store.run(self._store.remove, row.tenant, row.id)
@@ -136,14 +148,15 @@ class BackgroundResponses:
             return None
         if row.is_running:
             await self._end(row, CANCELLED, from_json(row.response))
-            self._stop(tenant, response_id)
+            self._stop(response_id)
             row = await self.get(tenant, response_id)
         return None if row is None else row.response
 
     async def remove(self, tenant: str, response_id: str) -> bool:
         """Deletes a response, which ends if it runs; returns whether the store had it."""
         removed = await self._store.run(self._store.remove, tenant, response_id)
-        self._stop(tenant, response_id)
+        if removed:
+            self._stop(response_id)
         return removed
 
     async def events(
@@ -157,12 +170,11 @@ class BackgroundResponses:
             InvalidArgument: it has no event with this number yet; `field_name` is the reader's field with the number.
             ResourceExhausted: there is no memory for the first events.
         """
-        name = tenant, response_id
         last = await self._store.run(self._store.last_number, tenant, response_id) if after >= 0 else after
         if last < after and await self.get(tenant, response_id) is not None:
             description = f'is {after}; the last event of response "{response_id:.80}" so far is number {last}'
             raise invalid_field(field_name, description)
-        news, had, most_bytes = self._news.setdefault(name, _News()), after, 0
+        news, had, most_bytes = self._news.setdefault(response_id, _News()), after, 0
         news.num_readers += 1
         try:
             while True:
@@ -184,7 +196,7 @@ class BackgroundResponses:
                     return
                 try:
                     # All changes wake the reader, except a deletion by another gateway.
-                    async with asyncio.timeout(_RENEW_S):
+                    async with asyncio.timeout(RENEW_S):
                         await changed.wait()
                 except TimeoutError:
                     pass
@@ -195,14 +207,14 @@ class BackgroundResponses:
         finally:
             news.num_readers -= 1
             if not news.num_readers:
-                self._news.pop(name, None)
+                self._news.pop(response_id, None)
 
     async def run(self) -> None:
         """Renews the leases of responses that run here, takes over responses that no gateway runs, and wakes readers
         when other gateways write, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._listen(), name="news of background responses")
-            await self._keep_leases()
+            await super().run()
 
     async def _listen(self) -> None:
         while self._store.is_shared:
@@ -210,74 +222,30 @@ class BackgroundResponses:
             if self._news.keys() <= self._runs.keys():
                 continue
             try:
-                for name in await self._store.run(self._store.news):
-                    self._tell(name)
+                for response_id in await self._store.run(self._store.news):
+                    self._tell(response_id)
             except QuireError:
                 """Readers also poll by themselves, and report the error."""
 
-    async def _keep_leases(self) -> None:
-        while True:
-            try:
-                await self._look_after()
-            except QuireError as error:
-                _logger.warning("background responses: %s", error)
-            await asyncio.sleep(_RENEW_S)
+    def _max_taken(self) -> int:
+        return _TAKEN_AT_ONCE
 
-    async def _look_after(self) -> None:
-        for name in await self._store.run(self._store.renew, list(self._runs)):
-            self._stop(*name)
-        if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
-            return
-        rows = await self._store.run(self._store.take_over, _TAKEN_AT_ONCE, frozenset(self._runs))
-        if self._is_stopping:
-            # The gateway began to stop meanwhile, and `stop_runs` did not see these responses.
-            await self._store.run(self._store.give_up, [(row.tenant, row.id) for row in rows])
-            return
-        for row in rows:
-            _logger.info("response %s continues here: no gateway runs it", row.id)
-            self._start(row, None)
-
-    def _check_not_stopping(self) -> None:
-        if self._is_stopping:
-            raise _about_to_stop()
-
-    async def stop_runs(self) -> None:
-        """Stops all runs, and prevents new ones; other gateways that share the store continue the responses. Readers
-        may continue to read."""
-        self._is_stopping = True
-        names = list(self._runs)
-        tasks = [run.task for run in self._runs.values() if run.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if not names:
-            return
-        try:
-            await self._store.run(self._store.give_up, names)
-        except QuireError as error:
-            _logger.warning("background responses: %s", error)
+    def _run_taken(self, row: Background) -> None:
+        _logger.info("response %s continues here: no gateway runs it", row.id)
+        run = _Run(row.id, row)
+        self._start(run, self._run(run))
 
     def close(self) -> None:
         """Closes the store, after the last reader has ended."""
         self._store.close()
 
-    def _start(self, row: Background, began: asyncio.Future[bytes] | None) -> None:
-        run = _Run(row, began)
-        self._runs[row.tenant, row.id] = run
-        run.task = asyncio.create_task(self._run(run), name=f"background {row.id}")
-        if began is not None:
-            # The request of a response stays in memory after its call has ended.
-            release = keep_memory()
-            run.task.add_done_callback(lambda _: release())
+    def _stop(self, response_id: str) -> None:
+        if (run := self._runs.get(response_id)) is not None:
+            run.cancel()
+        self._tell(response_id)
 
-    def _stop(self, tenant: str, response_id: str) -> None:
-        run = self._runs.get((tenant, response_id))
-        if run is not None and run.task is not None:
-            run.task.cancel()
-        self._tell((tenant, response_id))
-
-    def _tell(self, name: Name) -> None:
-        if (news := self._news.get(name)) is not None:
+    def _tell(self, response_id: str) -> None:
+        if (news := self._news.get(response_id)) is not None:
             news.event.set()
             news.event = asyncio.Event()
 
@@ -287,22 +255,17 @@ class BackgroundResponses:
             await self._run_to_end(run)
         except NotOwnerError:
             pass
-        except asyncio.CancelledError:
-            if run.began is not None and not run.began.done():
-                run.began.set_exception(_about_to_stop())
-            raise
         except Exception as error:
             known = error if isinstance(error, QuireError) else None
             if known is None:
                 _logger.error("response %s failed unexpectedly", row.id, exc_info=error)
                 known = Internal("an unexpected error; the server's log has more", reason="UNEXPECTED")
-            if run.began is not None and not run.began.done():
+            if run.began is not None and run.is_new:
                 run.began.set_exception(known)
             else:
                 await self._fail(row, known)
         finally:
-            self._runs.pop((row.tenant, row.id), None)
-            self._tell((row.tenant, row.id))
+            self._tell(row.id)
 
     async def _run_to_end(self, run: _Run) -> None:
         """Runs a response until it ends, and retries if schedulers are lost or full."""
@@ -315,8 +278,7 @@ class BackgroundResponses:
             try:
                 return await self._run_once(run)
             except QuireError as error:
-                is_new = run.began is not None and not run.began.done()
-                if is_new or not error.is_retryable:
+                if run.is_new or not error.is_retryable:
                     raise
                 delay_s = _RETRY_S if error.retry_after_ms is None else error.retry_after_ms / 1000
                 _logger.info("response %s waits: %s", row.id, error)
@@ -337,10 +299,10 @@ class BackgroundResponses:
                 await _give(live, tokens)
                 generator.start(live)
                 shaper = await call.shaper(generator, [live])
-                if run.began is not None and not run.began.done():
+                if run.began is not None and run.is_new:
                     run.began.set_result(as_json(shaper.state(QUEUED)))
                 written = _Written(num_events, len(tokens))
-                log = _Log(self._store, row, written, partial(self._tell, (row.tenant, row.id)))
+                log = _Log(self._store, row, written, partial(self._tell, row.id))
                 try:
                     await self._write_all(call, shaper, live, log)
                 finally:

@@ -6,49 +6,36 @@ import json
 import logging
 import re
 import sqlite3
-import sys
-from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from google.protobuf.message import Message
 from pydantic_core import from_json
 
 from gateway.api.answers import as_json
 from gateway.api.responses.items import input_items
 from gateway.request.body_memory import count_memory
 from gateway.settings import SQLITE
-from gateway.sqlite import Arguments, Found, StoreThread, changing
+from gateway.sqlite import Store
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, NotFound, Unavailable, invalid_field
 from quire.runtime import clock
-from quire.runtime.settings import ConfigurationError
 
-# Memory of the Python objects of a message without its values, of a tool call without its texts, and of a response
-# without its messages.
-_MESSAGE_BYTES = 400
-_CALL_BYTES = 300
+# Bytes of a row without its response and its messages.
 _RESPONSE_BYTES = 1000
 # The id of an item: a prefix, the id of its response, "in" if it belongs to the input, and its position.
 _ITEM_ID = re.compile(r"[a-z]{2,3}_([0-9a-f]{32})(?:in)?\d{1,6}")
 # Maximum bytes of all items that one body refers to: each reference adds a whole item to the conversation.
 _MAX_REFERRED_BYTES = 16 << 20
-_LOCK_TIMEOUT_S = 5.0
-_VERSION = 1
-# The first version with RETURNING.
-_NEEDED = (3, 35, 0)
-_TABLES = f"""
+_TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
     tenant TEXT NOT NULL, id TEXT NOT NULL, used_at REAL NOT NULL, bytes INTEGER NOT NULL, body BLOB NOT NULL,
     messages TEXT NOT NULL, PRIMARY KEY (tenant, id)
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, bytes);
-PRAGMA user_version = {_VERSION};
 """
 _logger = logging.getLogger(__name__)
 
@@ -60,73 +47,80 @@ class StoredResponse:
     body: bytes
     messages: Sequence[ChatMessage]
 
-    @property
-    def num_bytes(self) -> int:
-        return _RESPONSE_BYTES + len(self.body) + sum(map(_memory_of, self.messages))
 
-
-def _memory_of(message: ChatMessage) -> int:
-    """The memory of a message with all its fields."""
-    return _MESSAGE_BYTES + sum(_memory_of_value(getattr(message, each.name)) for each in fields(message))
-
-
-def _memory_of_value(value: object) -> int:
-    match value:
-        case None:
-            return 0
-        case str():
-            return sys.getsizeof(value)
-        case Message():
-            return _CALL_BYTES + value.ByteSize()
-        case list() | tuple():
-            return sum(map(_memory_of_value, cast(Sequence[object], value)))
-        case _:
-            raise TypeError(f"the memory of a {type(value).__name__} in a message is not known")
-
-
-class ResponseStore(ABC):
+class ResponseStore(Store):
     """The responses of all tenants, at most `max_bytes` together; 0 stores none.
 
     If the sum exceeds `max_bytes`, the least recently used response of the largest tenant is deleted. Each response
-    counts with its whole conversation.
+    counts with its whole conversation. If the file cannot be written, a response is not stored, and a warning is
+    logged; if it cannot be read, calls that need it fail.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    tables = _TABLES
+    description = "the store of responses"
+
+    def __init__(self, path: Path | None, max_bytes: int) -> None:
+        """Raises ConfigurationError if the file cannot be used."""
+        super().__init__(path, f"--response-store {path}")
         self._max_bytes = max_bytes
 
     @property
     def keeps_any(self) -> bool:
         return self._max_bytes > 0
 
-    async def run(
-        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
-    ) -> Found:
-        """Runs a function with the store, and returns its result."""
-        return work(*arguments, **named)
+    def unusable(self, error: Exception) -> Unavailable:
+        _logger.warning("%s cannot be used: %s", self._path, error)
+        return Unavailable("the store of responses cannot be used; the gateway's log says why")
 
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the store after its last use."""
-
-    @abstractmethod
     def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
         """Stores a response, unless it is larger than the store. Replaces a response with the same id: each reader that
         reaches the end of a durable stream stores it."""
+        messages = json.dumps([plain_message(each) for each in response.messages])
+        num_bytes = _RESPONSE_BYTES + len(response.body) + len(messages)
+        if num_bytes > self._max_bytes:
+            return
+        try:
+            with self.changing():
+                self.change(
+                    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
+                    *(tenant, response_id, clock.unix_s(), num_bytes, response.body, messages),
+                )
+                self._make_room()
+        except sqlite3.Error as error:
+            _logger.warning("a response could not be kept in %s: %s", self._path, error)
 
-    @abstractmethod
+    def _make_room(self) -> None:
+        sizes: dict[str, int] = dict(self.rows("SELECT tenant, sum(bytes) FROM responses GROUP BY tenant"))
+        while sum(sizes.values()) > self._max_bytes:
+            largest = max(sizes, key=lambda tenant: sizes[tenant])
+            ((row_id, num_bytes),) = self.rows(
+                "SELECT rowid, bytes FROM responses WHERE tenant = ? ORDER BY used_at LIMIT 1", largest
+            )
+            self.change("DELETE FROM responses WHERE rowid = ?", row_id)
+            sizes[largest] -= num_bytes
+
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """A response of the tenant, which becomes the most recently used one."""
+        name = tenant, response_id
+        if not self.change("UPDATE responses SET used_at = ? WHERE tenant = ? AND id = ?", clock.unix_s(), *name):
+            return None
+        rows = self.rows("SELECT body, messages FROM responses WHERE tenant = ? AND id = ?", *name)
+        return StoredResponse(rows[0][0], tuple(map(message_of, json.loads(rows[0][1])))) if rows else None
 
-    @abstractmethod
     def remove(self, tenant: str, response_id: str) -> None:
         """Deletes a response. Raises NotFound if the store does not have it."""
+        if not self.change("DELETE FROM responses WHERE tenant = ? AND id = ?", tenant, response_id):
+            raise self._not_found(response_id)
 
     def find(self, tenant: str, response_id: str) -> StoredResponse:
         """Like `get`, but raises NotFound if the store does not have the response."""
         found = self.get(tenant, response_id)
         if found is None:
-            raise NotFound(f'response "{response_id:.80}" {self._absence}', reason="RESPONSE_NOT_FOUND")
+            raise self._not_found(response_id)
         return found
+
+    def _not_found(self, response_id: str) -> NotFound:
+        return NotFound(f'response "{response_id:.80}" {self._absence}', reason="RESPONSE_NOT_FOUND")
 
     def earlier_messages(self, tenant: str, response_id: str | None) -> Sequence[ChatMessage]:
         """The conversation up to the response with a `previous_response_id`; empty for None. Raises InvalidArgument if
@@ -174,15 +168,13 @@ class ResponseStore(ABC):
     def _absence(self) -> str:
         if not self.keeps_any:
             return "is not known: this gateway stores no responses (--max-stored-response-bytes is 0)"
+        whose = "only its own responses (--response-store shares them)"
+        if self._path is not None:
+            whose = f"the responses in {self._path.name} (--response-store)"
         return (
-            f"is not known to this gateway: it stores {self._whose}, and deletes the oldest ones if all together "
+            f"is not known to this gateway: it stores {whose}, and deletes the oldest ones if all together "
             f"exceed {shown_bytes(self._max_bytes)} (--max-stored-response-bytes)"
         )
-
-    @property
-    @abstractmethod
-    def _whose(self) -> str:
-        """The kind of responses in the store, for errors."""
 
 
 def _items_of(
@@ -191,160 +183,6 @@ def _items_of(
     """The requested items of a response's input and output, with their sizes."""
     items = [*input_items(response_id, response.messages[:-1]), *from_json(response.body)["output"]]
     return {item["id"]: (item, len(as_json(item))) for item in items if item["id"] in asked}
-
-
-@dataclass(slots=True)
-class _TenantResponses:
-    """The responses of one tenant, least recently used first."""
-
-    by_id: OrderedDict[str, tuple[StoredResponse, int]] = field(
-        default_factory=OrderedDict[str, tuple[StoredResponse, int]]
-    )
-    num_bytes: int = 0
-
-
-class MemoryStore(ResponseStore):
-    """Responses in this gateway's memory."""
-
-    def __init__(self, max_bytes: int) -> None:
-        super().__init__(max_bytes)
-        self._num_bytes = 0
-        self._tenants: dict[str, _TenantResponses] = {}
-
-    def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        num_bytes = response.num_bytes
-        if num_bytes > self._max_bytes:
-            return
-        if self.get(tenant, response_id) is not None:
-            self._drop(tenant, response_id)
-        responses = self._tenants.setdefault(tenant, _TenantResponses())
-        responses.by_id[response_id] = response, num_bytes
-        responses.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        while self._num_bytes > self._max_bytes:
-            largest = max(self._tenants, key=lambda name: self._tenants[name].num_bytes)
-            self._drop(largest, next(iter(self._tenants[largest].by_id)))
-
-    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        responses = self._tenants.get(tenant)
-        if responses is None or response_id not in responses.by_id:
-            return None
-        responses.by_id.move_to_end(response_id)
-        return responses.by_id[response_id][0]
-
-    def remove(self, tenant: str, response_id: str) -> None:
-        self.find(tenant, response_id)
-        self._drop(tenant, response_id)
-
-    @property
-    def _whose(self) -> str:
-        return "only its own responses (--response-store shares them)"
-
-    def close(self) -> None:
-        self._tenants.clear()
-
-    def _drop(self, tenant: str, response_id: str) -> None:
-        responses = self._tenants[tenant]
-        _, num_bytes = responses.by_id.pop(response_id)
-        responses.num_bytes -= num_bytes
-        self._num_bytes -= num_bytes
-        if not responses.by_id:
-            del self._tenants[tenant]
-
-
-class SqliteStore(ResponseStore):
-    """Responses in an SQLite file. The store's thread reads and writes it, in the order of the calls of `run`.
-
-    Several gateways of one machine may have the file open. If it cannot be written, a response is not stored, and a
-    warning is logged; if it cannot be read, calls that need it fail.
-    """
-
-    def __init__(self, path: Path, max_bytes: int) -> None:
-        """Raises ConfigurationError if the file cannot be used."""
-        super().__init__(max_bytes)
-        self._path = path
-        self._thread = StoreThread("responses")
-        try:
-            self._database = self._thread.open(self._open)
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigurationError(f"--response-store {path} cannot be used: {error}") from error
-
-    def _open(self) -> sqlite3.Connection:
-        if sqlite3.sqlite_version_info < _NEEDED:
-            raise sqlite3.NotSupportedError(f"SQLite is {sqlite3.sqlite_version}; 3.35 or newer is needed")
-        # The file holds conversations.
-        self._path.touch(mode=0o600)
-        self._path.chmod(0o600)
-        database = sqlite3.connect(self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        database.execute("PRAGMA journal_mode = WAL")
-        database.execute("PRAGMA synchronous = NORMAL")
-        if database.execute("PRAGMA user_version").fetchone()[0] not in (0, _VERSION):
-            raise sqlite3.DatabaseError("it is of another version of Quire")
-        database.executescript(_TABLES)
-        return database
-
-    async def run(
-        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
-    ) -> Found:
-        return await self._thread.run(work, *arguments, **named)
-
-    def close(self) -> None:
-        self._thread.close(self._database.close)
-
-    def add(self, tenant: str, response_id: str, response: StoredResponse) -> None:
-        messages = json.dumps([plain_message(each) for each in response.messages])
-        num_bytes = _RESPONSE_BYTES + len(response.body) + len(messages)
-        if num_bytes > self._max_bytes:
-            return
-        try:
-            with changing(self._database) as database:
-                database.execute(
-                    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?)",
-                    (tenant, response_id, clock.unix_s(), num_bytes, response.body, messages),
-                )
-                self._make_room(database)
-        except sqlite3.Error as error:
-            _logger.warning("a response could not be kept in %s: %s", self._path, error)
-
-    def _make_room(self, database: sqlite3.Connection) -> None:
-        sizes: dict[str, int] = dict(database.execute("SELECT tenant, sum(bytes) FROM responses GROUP BY tenant"))
-        while sum(sizes.values()) > self._max_bytes:
-            largest = max(sizes, key=lambda tenant: sizes[tenant])
-            rows = database.execute(
-                "DELETE FROM responses WHERE rowid = (SELECT rowid FROM responses WHERE tenant = ? ORDER BY used_at "
-                "LIMIT 1) RETURNING bytes",
-                (largest,),
-            ).fetchall()
-            sizes[largest] -= rows[0][0]
-
-    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        if not self.keeps_any:
-            return None
-        try:
-            # Fetching all rows ends the statement and its lock.
-            rows = self._database.execute(
-                "UPDATE responses SET used_at = ? WHERE tenant = ? AND id = ? RETURNING body, messages",
-                (clock.unix_s(), tenant, response_id),
-            ).fetchall()
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
-        return StoredResponse(rows[0][0], tuple(map(message_of, json.loads(rows[0][1])))) if rows else None
-
-    def remove(self, tenant: str, response_id: str) -> None:
-        self.find(tenant, response_id)
-        try:
-            with changing(self._database) as database:
-                database.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, response_id))
-        except sqlite3.Error as error:
-            raise self._unusable(error) from error
-
-    def _unusable(self, error: sqlite3.Error) -> Unavailable:
-        _logger.warning("%s cannot be used: %s", self._path, error)
-        return Unavailable("the store of responses cannot be used; the gateway's log says why")
-
-    @property
-    def _whose(self) -> str:
-        return f"the responses in {self._path.name} (--response-store)"
 
 
 def plain_message(message: ChatMessage) -> dict[str, Any]:
@@ -366,5 +204,4 @@ def sqlite_path(place: str) -> Path | None:
 
 def open_store(place: str, max_bytes: int) -> ResponseStore:
     """The store at a place. Raises ConfigurationError if it cannot be used."""
-    path = sqlite_path(place)
-    return MemoryStore(max_bytes) if path is None else SqliteStore(path, max_bytes)
+    return ResponseStore(sqlite_path(place), max_bytes)

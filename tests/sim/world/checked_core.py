@@ -16,12 +16,12 @@ from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.block_pool import BlockId, BlockPool, PrefixHashes
+from scheduler_svc.core.block_pool import BlockId, PrefixHashes
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.losses import Losses
-from scheduler_svc.core.moves import Arriving, Lease, Leases
+from scheduler_svc.core.moves import Arriving, Lease
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
@@ -37,6 +37,7 @@ from scheduler_svc.core.request import (
     cache_root,
 )
 from scheduler_svc.core.request import Request as CoreRequest
+from scheduler_svc.core.reservations import Kind, Owner, Reservations
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import Array, ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
@@ -137,7 +138,6 @@ class CheckedScheduler(Scheduler):
         self._num_checks = 0
         self.forgotten = set[BlockHash]()
         """What it no longer wants from the disks, until they say that they have it again."""
-        self._watch_pins()
         if config.policy is PolicyKind.FAIR:
             self._fairness = fairness = Shares(config.max_num_seqs)
             charge = self.policy.charge
@@ -171,19 +171,6 @@ class CheckedScheduler(Scheduler):
                 return group
 
             self.policy.next_of = note
-
-    def _watch_pins(self) -> None:
-        """No pin ends while others give way."""
-        pins_give_way = self.pins.give_way
-
-        def give_way(pool: BlockPool) -> bool:
-            if len(self.leases) or len(self.promises):
-                self._report(AssertionError("a pin ends before leases and promises do"))
-            if len(self.running) > 1:
-                self._report(AssertionError("a pin ends for others than a request that runs alone"))
-            return pins_give_way(pool)
-
-        self.pins.give_way = give_way
 
     def make_pools(self) -> None:
         super().make_pools()
@@ -264,20 +251,27 @@ class CheckedScheduler(Scheduler):
             if num_free - self.batch.blocks.pool.num_free > needed:
                 self._report(AssertionError(f"more than {needed} blocks are kept for {group.request.request_id}"))
 
-        break_promise, forget_failed = self.room.break_promise, self.fetches.forget_failed
+        give_way, forget_failed = self.room.give_way, self.fetches.forget_failed
 
-        def break_newest() -> bool:
-            before = list(self.promises)
-            done = break_promise()
-            if list(self.promises) != before[:-1]:
-                self._report(AssertionError("an offer loses its room before one that came later"))
+        def owners(*, with_pins: bool) -> list[Owner]:
+            leases, promises = self.reservations[Kind.LEASE], self.reservations.requests(Kind.PROMISE)
+            pins = [(pin.expires_at, pin.key) for pin in self.pins if pin.is_held and with_pins]
+            return [*leases, *reversed(promises), *(key for _, key in sorted(pins))]
+
+        def end_first(*, may_end_pins: bool) -> bool:
+            if may_end_pins and len(self.running) > 1:
+                self._report(AssertionError("a pin ends for others than a request that runs alone"))
+            before = owners(with_pins=may_end_pins)
+            done = give_way(may_end_pins=may_end_pins)
+            if owners(with_pins=may_end_pins) != before[1:]:
+                self._report(AssertionError("another reservation gives way than the first"))
             return done
 
         def forget(arriving: Arriving, failed: Collection[int]) -> None:
             self.forgotten.update(arriving.hashes)
             forget_failed(arriving, failed)
 
-        self.room.break_promise, self.fetches.forget_failed = break_newest, forget
+        self.room.give_way, self.fetches.forget_failed = end_first, forget
         self.room.promise = keep
         self.shares.add_chunk = add
         self.placement.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
@@ -305,7 +299,7 @@ class CheckedScheduler(Scheduler):
                     self._goes_on[each.row] = batch.rows.incarnation[each.row]
             if num_free - batch.blocks.pool.num_free > needed:
                 self._report(AssertionError(f"{group.request.request_id} takes more than {needed} blocks"))
-            kept = {*self.promises, *filter(self.waiting.is_held, self.coming)} - {group.request.key}
+            kept = self._that_keep_rows - {group.request.key}
             if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in kept):
                 self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
             left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
@@ -314,6 +308,12 @@ class CheckedScheduler(Scheduler):
             return done
 
         return cast(F, call)
+
+    @property
+    def _that_keep_rows(self) -> set[RequestKey]:
+        """The requests that rows are kept for."""
+        coming = filter(self.waiting.is_held, self.reservations.requests(Kind.COMING))
+        return {*self.reservations.requests(Kind.PROMISE), *coming}
 
     def _growth(self) -> int:
         """Blocks that those that run take for the token after their next one, counted one by one."""
@@ -389,7 +389,7 @@ class CheckedScheduler(Scheduler):
         """Whether the group may enter beside others when these have left."""
         blocks, pool = self.batch.blocks, self.batch.blocks.pool
         sequences = [each for other in leaving for each in other.unfinished]
-        others = {*self.promises, *filter(self.waiting.is_held, self.room._coming)} - {group.request.key}
+        others = self._that_keep_rows - {group.request.key}
         kept = sum(len(self.waiting.get(key).unfinished) for key in others)
         if len(group.unfinished) + kept > self.batch.rows.num_free + len(sequences):
             return False
@@ -488,7 +488,7 @@ class CheckedScheduler(Scheduler):
             "needs of requests": (*waits._need_of, *waits._held),
             "adapters that requests are owed": waits._owed,
             "losses of requests": trials._losses,
-            "room for requests": (*self.promises, *self.coming),
+            "room for requests": self.reservations.requests(Kind.PROMISE, Kind.COMING),
             "blocks that requests wait for": (*self.batch.underway.items(), *self.batch.underway.awaited()),
         }
         return [what for what, each in kept.items() if each]
@@ -602,7 +602,7 @@ class CheckedScheduler(Scheduler):
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float) -> None:
         super().renew_lease(lease, now, lease_s)
-        leased = self.leases._leases.get(lease)
+        leased = self.reservations[Kind.LEASE].get(lease)
         if leased is not None and (not lease_s or leased.expires_at != now + lease_s):
             self._report(AssertionError("a lease whose blocks are fetched ends as before"))
 
@@ -923,7 +923,6 @@ class CheckedScheduler(Scheduler):
         self._is_refitting = True
         failures = Arrivals.refit(self.arrivals, config, now)
         self._is_refitting = False
-        self._watch_pins()
         # Blocks of another size give other ids.
         if longer := [pin.pin_id for pin in self.pins if pin.expires_at > max(ends.values()) + 1e-6]:
             self._report(AssertionError(f"pins {longer} last longer than they were to"))
@@ -966,7 +965,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a request displaces one whose turn is not over"))
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < planner._MAX_DISPLACED and (len(self.running) or len(self.promises))
+        is_all = len(displaced) < planner._MAX_DISPLACED and not self.room.is_empty
         if is_all and not self.room.fits(entering, self.room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
@@ -1038,12 +1037,12 @@ def _adds_up(queue: GroupQueue) -> bool:
     return are_right and queue.num_tokens == tokens.total() and len(queue) == groups.total()
 
 
-def expire_checked(leases: Leases, now: float, pool: BlockPool) -> None:
+def expire_checked(reservations: Reservations, now: float) -> None:
     """Leases last as long as they were promised to, unless they give way."""
-    before = {lease: leased.expires_at for lease, leased in leases._leases.items()}
-    _expire(leases, now, pool)
-    if any(ends_at > now for lease, ends_at in before.items() if lease not in leases._leases):
+    before = [*reservations[Kind.LEASE].values()]
+    _expire(reservations, now)
+    if any(each.expires_at > now for each in before if each.owner not in reservations[Kind.LEASE]):
         CheckedScheduler._report(AssertionError("a lease ends early"))
 
 
-_expire = Leases.expire
+_expire = Reservations.expire_leases

@@ -24,10 +24,10 @@ from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
 from scheduler_svc.core.block_pool import BlockId
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.moves import Leases
+from scheduler_svc.core.reservations import Reservations
 from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
-from scheduler_svc.service import step_loop
+from scheduler_svc.service import replica, step_loop
 from scheduler_svc.service.app import serve
 from scheduler_svc.service.cache_digest import CacheDigest
 from scheduler_svc.service.metrics import SchedulerMetrics
@@ -48,12 +48,13 @@ from tests.sim.world.leaving import ordered
 from tests.sim.world.network import Network, Weather
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
 from tests.sim.world.ranks import Group, Rendezvous, rank_hosts, worker_of
-from tests.sim.world.sleeps import CheckedLoop, Operator
+from tests.sim.world.sleeps import CheckedLifecycle, Operator
 from tests.sim.world.supervisor import Supervised
 from tests.sim.world.tallies import checked_routing, counted_once, wrong_at, wrong_at_gateways
 from tests.sim.world.traffic import LONGEST, MAX_MODEL_LEN, TENANTS, VOCAB_SIZE, Generate, Kind, Pin, Request
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.watch import (
+    CheckedReplica,
     CheckedRequests,
     CheckedSessions,
     CheckedWorker,
@@ -263,7 +264,7 @@ class Cluster:
 
     def drain(self, host: str) -> None:
         """Begins to drain a scheduler, without a time limit."""
-        self.running[host].start(partial(self.loops[host].drain, None))
+        self.running[host].start(partial(self.loops[host].lifecycle.drain, None))
 
     def forget_cached(self, host: str) -> None:
         """Makes a scheduler forget its cached blocks."""
@@ -271,9 +272,9 @@ class Cluster:
 
         async def forget() -> None:
             assert loop is not None
-            loop.forget_cached()
+            loop.replica.forget_cached()
 
-        if loop is not None and loop.scheduler is not None and not node.is_dead:
+        if loop is not None and loop.replica.scheduler is not None and not node.is_dead:
             node.start(forget)
 
     def start_rival(self, host: str, older_s: float) -> None:
@@ -305,7 +306,7 @@ class Cluster:
             self.circumstances,
             self.layout.worker.device != "cpu",
             lambda: self._num_napping == 1,
-            lambda: [host for host, loop in self.loops.items() if host in self.requests and loop.is_asleep],
+            lambda: [host for host, loop in self.loops.items() if host in self.requests and loop.lifecycle.is_asleep],
         )
         task = node.start(lambda: operator.nap(nap))
 
@@ -382,7 +383,7 @@ class Cluster:
         """Loads the model of a worker without weights when a scheduler attaches it."""
         scheduler = worker_of(node.host).replace("worker", "scheduler")
         loop = self.loops.get(scheduler)
-        if loop is not None and loop.is_asleep and scheduler in self.requests and not self._rivals:
+        if loop is not None and loop.lifecycle.is_asleep and scheduler in self.requests and not self._rivals:
             node.fail(AssertionError(f"{node.name} loads its model, and {scheduler} sleeps"))
         servicer.report_loading(LoadProgress(READING, 1, 2))
         loaded = Future[None]()
@@ -554,7 +555,7 @@ class Cluster:
             if count := len(gateway._ledger):
                 yield f"{host} has {count} requests"
             replicas = gateway._generator.replicas
-            if any(replicas._placed.values()) or replicas._timers:
+            if any(each.work.num_requests for each in replicas) or replicas.placements._timers:
                 yield f"{host} counts requests of replicas, or has timers for them, and has none"
             yield from (f"{host} keeps {what}" for what, count in _kept_by(gateway).items() if count)
             keys = gateway.authenticator
@@ -625,11 +626,11 @@ class Cluster:
     def _kept_beside(self, host: str) -> Iterator[str]:
         """State that a scheduler and its worker still keep for calls, streams and moves, which must release it."""
         loop = self.loops[host]
-        watchers = [each.__self__ for each in loop.cache._watchers if isinstance(each, MethodType)]
+        watchers = [each.__self__ for each in loop.replica.cache._watchers if isinstance(each, MethodType)]
         told = [each for each in watchers if isinstance(each, CacheDigest)]
         kept = {
-            "calls that pin": len(loop.pins._waiters),
-            "requests that leave": loop._num_leaving,
+            "calls that pin": len(loop.replica.pins._waiters),
+            "requests that leave": loop.replica._num_leaving,
             "streams that are over": sum(len(each._gateways) for each in told) > self.requests[host].num_connected,
         }
         yield from (f"{host} keeps {what}" for what, count in kept.items() if count)
@@ -753,9 +754,7 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
         "tokens of durable requests": reads._kept_tokens,
         "durable requests": len(reads._reads) + len(reads._over) + len(reads._next),
         "offers": len(generator.replicas._offers._open),
-        "work of replicas": sum(
-            len(each.prompts) + len(each.streams) + each.num_prompt_tokens for each in generator.replicas._work.values()
-        ),
+        "work of replicas": sum(each.work.num_requests + each.work.num_prompt_tokens for each in generator.replicas),
         "calls that cancel": len(generator.replicas.calls._late),
         "turns to check constraints": checks._num_running + len(checks._waiting),
         "turns to resume streams": reads._turns._is_taken + len(reads._turns._waiting),
@@ -785,9 +784,13 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         return requests
 
     def make_loop(*arguments: Any) -> StepLoop:
-        made = clusters[-1].loops[host()] = CheckedLoop(*arguments)
-        made.memory = clusters[-1]
-        return made
+        loop = clusters[-1].loops[host()] = StepLoop(*arguments)
+        return loop
+
+    def make_lifecycle(*arguments: Any) -> CheckedLifecycle:
+        lifecycle = CheckedLifecycle(*arguments)
+        lifecycle.memory = clusters[-1]
+        return lifecycle
 
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
@@ -796,9 +799,11 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         counted_once(),
         simulated_block_disks(),
         simulated_disks(lambda: clusters[-1].disks, make_recorded),
-        patch.object(step_loop, "Scheduler", make_core),
+        patch.object(replica, "Scheduler", make_core),
+        patch.object(step_loop, "Replica", CheckedReplica),
+        patch.object(step_loop, "Lifecycle", make_lifecycle),
         # Recordings use no test classes.
-        patch.object(Leases, "expire", expire_checked),
+        patch.object(Reservations, "expire_leases", expire_checked),
         patch.object(scheduler_app, "Requests", make_requests),
         patch.object(scheduler_app, "StepLoop", make_loop),
     ):

@@ -20,7 +20,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.recording import files, recorder, replay
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.recording.replay import Replayer
-from scheduler_svc.service import step_loop
+from scheduler_svc.service import replica
 from tests.sim.world.oracles import FalseAnswerError
 from tests.sim.world.world import Node, World
 
@@ -255,7 +255,7 @@ def simulated_disks(
             (replay, "Replayer", lambda **_: Replayer()),
             (recorder, "subprocess", SimpleNamespace(Popen=_Compaction, DEVNULL=None, PIPE=None)),
             (SimRecorder, "make_scheduler", make_scheduler),
-            (step_loop, "Recorder", SimpleNamespace(open=open_recorder)),
+            (replica, "Recorder", SimpleNamespace(open=open_recorder)),
         ):
             stack.enter_context(patch.object(target, name, value))
         try:

@@ -29,9 +29,9 @@ def misread_by_gateway(
         yield f"{address} keeps requests for {connection.grace_period_s} s, and a gateway wants {grace_s} s"
     if _differ(link.welcome.durable_grace_s, table.durable_grace_s):
         yield f"{address} keeps durable requests for {table.durable_grace_s} s, not {link.welcome.durable_grace_s} s"
-    if link.is_draining and loop.is_draining:
+    if link.is_draining and loop.lifecycle.is_draining:
         # A drain without a time limit says 0, and one with a limit may follow.
-        said_s, heard_s = loop._leave_after_s, link.leave_after_s
+        said_s, heard_s = loop.lifecycle.leave_after_s, link.leave_after_s
         if said_s and heard_s and _differ(said_s, heard_s):
             yield f"requests are to leave {address} after {said_s} s of a drain, and a gateway takes {heard_s} s"
 

@@ -1,16 +1,14 @@
-"""The order of eviction of blocks in a pool, leases, and adapters in slots: least recently used first."""
+"""The order of eviction of blocks in a pool, and of adapters in slots: least recently used first."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.block_pool import BlockId, BlockPool
-from scheduler_svc.core.moves import Leases
 from scheduler_svc.core.request import Adapter
 
 _NEWEST = BlockId(-1)
@@ -21,10 +19,10 @@ _FREED_AT: WeakKeyDictionary[BlockPool, dict[BlockId, int]] = WeakKeyDictionary(
 
 @contextmanager
 def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash], BlockHash | None]) -> Iterator[None]:
-    """Checks inside the block that leases make way in the order in which they were granted, and records the order in
-    which blocks are freed. Blocks must be handed out in that order after all blocks without a name; of blocks freed
-    together, the ends of prefixes first. `parent_of` returns the block before the one with this name."""
-    free_blocks, restore_block, end_one = BlockPool.free, BlockPool.restore, Leases.give_way
+    """Records inside the block the order in which blocks are freed. Blocks must be handed out in that order after all
+    blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block before
+    the one with this name."""
+    free_blocks, restore_block = BlockPool.free, BlockPool.restore
 
     def note(pool: BlockPool, blocks: Iterable[BlockId]) -> None:
         times = _FREED_AT.setdefault(pool, {})
@@ -53,16 +51,8 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
         if not had_name and pool.hash_of(block) is not None:
             note(pool, (block,))
 
-    def give_way(leases: Leases[Any], pool: BlockPool) -> bool:
-        before = list(leases)
-        done = end_one(leases, pool)
-        if list(leases) != before[1:]:
-            fail(AssertionError("a lease makes way before one that was given earlier"))
-        return done
-
     _FREED_AT.clear()
-    ways = patch.object(Leases, "give_way", give_way)
-    with ways, patch.object(BlockPool, "free", free), patch.object(BlockPool, "restore", restore):
+    with patch.object(BlockPool, "free", free), patch.object(BlockPool, "restore", restore):
         yield
 
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
 from quire.rpc.errors import QuireError, Unavailable, Unimplemented
 from quire.runtime.clock import CLOCK
-from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink
 from tests.sim.world.faults import Nap
 from tests.sim.world.http_calls import HttpClient
 from tests.sim.world.oracles import Circumstances, FalseAnswerError
@@ -40,8 +39,8 @@ class Memory(Protocol):
         ...
 
 
-class CheckedLoop(CheckedDrains):
-    """A step loop whose reported sleep state is checked."""
+class CheckedLifecycle(CheckedDrains):
+    """A lifecycle whose reported sleep state is checked."""
 
     memory: Memory
     _slept = 0
@@ -49,65 +48,65 @@ class CheckedLoop(CheckedDrains):
     _since_s = 0.0
 
     async def sleep(self, *, discard_weights: bool) -> None:
-        began_s, epoch = self.memory.now, None if self._sleep.lock.locked() else self.epoch
+        began_s, epoch = self.memory.now, None if self._sleep_lock.locked() else self._replica.epoch
         try:
             await super().sleep(discard_weights=discard_weights)
         except (Exception, asyncio.CancelledError) as error:
             # Otherwise another call has its turn.
-            if not self._sleep.lock.locked() and self.is_asleep != (self._slept > 0):
-                self._report(f"a sleep that fails leaves it {'asleep' if self.is_asleep else 'awake'}: {error}")
-            if isinstance(error, Unimplemented) and epoch not in (None, self.epoch) and not self._slept:
-                self._report("a sleep that is refused has an effect")
+            if not self._sleep_lock.locked() and self.is_asleep != (self._slept > 0):
+                self._complain(f"a sleep that fails leaves it {'asleep' if self.is_asleep else 'awake'}: {error}")
+            if isinstance(error, Unimplemented) and epoch not in (None, self._replica.epoch) and not self._slept:
+                self._complain("a sleep that is refused has an effect")
             if not isinstance(error, QuireError | asyncio.CancelledError):
-                self._report(f"a sleep fails by {type(error).__name__}: {error}")
+                self._complain(f"a sleep fails by {type(error).__name__}: {error}")
             raise
         self._since_s = self._since_s if self._slept else began_s
         self._slept = max(self._slept, 2 if discard_weights else 1)
-        if not self.is_asleep or self.is_attached or self.is_draining:
-            self._report("it says that it sleeps, and does not")
+        if not self.is_asleep or self._replica.is_attached or self.is_draining:
+            self._complain("it says that it sleeps, and does not")
         if self.loading != LoadProgress(ASLEEP_WITHOUT_WEIGHTS if self._slept > 1 else ASLEEP):
-            self._report(f"it sleeps at level {self._slept}, and tells gateways {self.loading}")
+            self._complain(f"it sleeps at level {self._slept}, and tells gateways {self.loading}")
         self._check_memory()
 
     async def wake_up(self) -> None:
-        if self._slept and not self._sleep.lock.locked():
+        if self._slept and not self._sleep_lock.locked():
             self._check_memory()
         began_s = self.memory.now
         try:
             await super().wake_up()
         except Unavailable as error:
             if self._slept > 1 and self.memory.now < began_s + _LOAD_S:
-                self._report(f"it does not wait for the load of a model: {error}")
+                self._complain(f"it does not wait for the load of a model: {error}")
             raise
         finally:
             if not self.is_asleep:
                 self._slept = 0
-        if self.is_asleep or not self.is_attached:
-            self._report("it says that it is awake, and is not")
+        if self.is_asleep or not self._replica.is_attached:
+            self._complain("it says that it is awake, and is not")
         if (leaving := self.memory.leaving(_host())) is not None:
-            self._report(f"it says that it is awake, and {leaving} is about to leave")
+            self._complain(f"it says that it is awake, and {leaving} is about to leave")
 
     async def drain(self, timeout_s: float | None) -> int:
         self._slept = 0
         remaining = await super().drain(timeout_s)
         if self.is_asleep:
-            self._report("it drains, and sleeps")
+            self._complain("it drains, and sleeps")
         return remaining
 
-    def _take_over(self, link: WorkerLink | WorkerGroup) -> None:
-        if self.is_asleep:
-            self._report("it attaches its worker while it sleeps")
-        super()._take_over(link)
+    def set_attached(self, is_attached: bool) -> None:
+        if is_attached and self.is_asleep:
+            self._complain("it attaches its worker while it sleeps")
+        super().set_attached(is_attached)
 
     def _check_memory(self) -> None:
         if (kept := self.memory.kept(_host(), self._since_s, is_without_weights=self._slept > 1)) is not None:
-            self._report(f"it sleeps, and {kept}")
-        core = self.scheduler
+            self._complain(f"it sleeps, and {kept}")
+        core = self._replica.scheduler
         assert core is not None
         if core.batch.blocks.pool.num_cached or len(core.tier):
-            self._report("it sleeps, and takes blocks to be cached")
+            self._complain("it sleeps, and takes blocks to be cached")
 
-    def _report(self, what: str) -> None:
+    def _complain(self, what: str) -> None:
         node = CLOCK.get()
         assert isinstance(node, Node)
         node.fail(AssertionError(f"{node.host}: {what}"))

@@ -24,7 +24,8 @@ KEPT: dict[str, str] = {
         Replicas._hinted Replicas._placed Replicas._unended Replicas._work Replicas.links Requests._connections
         SchedulerCalls._links""",
     "a counter for each of few kinds": """
-        CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished""",
+        CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
+        Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
         BlockFile._free BlockFile._slots BlockPool._by_hash BlockPool._changes BlockPool._found BlockPool._hashes
         BlockPool._ref_counts CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk CachedTokens.token_ids
@@ -32,18 +33,16 @@ KEPT: dict[str, str] = {
         _Restored.hashes""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
-        FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Pins._changes Pins._held_ends
+        FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap
         Preparations._compiled PromptLogprobsRouter._reporting Requests._cancelled RetryAdvisor._ends
         Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
-    "responses that a client has stored": """
-        MemoryStore._tenants _TenantResponses.by_id""",
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
     "clients of HTTP keep their connections": """
         HttpConnection.connections HttpConnection.headers HttpConnection.scope Places._holders""",
     "durable requests, until their time is over; pins likewise": """
-        Connection.reads Pins._by_key Pins._holders Pins._of_tenant Pins._pins Requests._by_handle Requests._by_id
-        Requests._readers""",
+        Connection.reads Earliest._places Pins._by_key Pins._of_tenant Pins._pins Requests._by_handle Requests._by_id
+        Requests._readers Reservation.blocks""",
     "what a worker is late with": """
         Awaited._sent_at Preparations._given_up Preparations._underway Worker._reads""",
     "parts of what the other tables hold": """

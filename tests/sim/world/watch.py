@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from gateway.auth.keys import KeyRing
 from gateway.replicas import live, routing, sequence
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.replica_set import Replicas
+from gateway.replicas.placements import Placements
 from gateway.replicas.sequence import TokenGapError
 from quire.messages.prefix_hashes import BlockHash, root_hash
 from quire.rpc.errors import FailedPrecondition, QuireError
@@ -29,10 +30,13 @@ from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.request import Handle, RequestKey
+from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.service import step_loop
+from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.outbox import Readiness
+from scheduler_svc.service.replica import Replica
 from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
@@ -407,25 +411,29 @@ for _name in ("forget", "forget_outputs", "deliver"):
     setattr(CheckedRequests, _name, _checked(_name))
 
 
-class CheckedDrains(StepLoop):
-    """Checks that a drain ends no earlier than leases, if it has time, and that a hung worker is not judged as a lost
-    link."""
+class CheckedReplica(Replica):
+    """Checks that a hung worker is not judged as a lost link."""
 
     _hung = False
 
-    def _take_loss(self, error: WorkerLostError) -> None:
+    def record_loss(self, error: WorkerLostError) -> None:
         self._hung = isinstance(error, WorkerFaultyError)
-        super()._take_loss(error)
+        super().record_loss(error)
 
-    def _judge_loss(self, scheduler: CoreScheduler, *, was_alive: bool) -> None:
+    def judge_loss(self, scheduler: CoreScheduler, *, was_alive: bool) -> None:
         if was_alive and self._hung:
             report(AssertionError("a worker that hung counts as one whose link broke"))
-        super()._judge_loss(scheduler, was_alive=was_alive)
+        super().judge_loss(scheduler, was_alive=was_alive)
+
+
+class CheckedDrains(Lifecycle):
+    """Checks that a drain ends no earlier than leases, if it has time."""
 
     async def drain(self, timeout_s: float | None) -> int:
         began_s = _now()
         num_live = await super().drain(timeout_s)
-        num_leases = 0 if self.scheduler is None or num_live else len(self.scheduler.leases)
+        core = self._replica.scheduler
+        num_leases = 0 if core is None or num_live else len(core.reservations[Kind.LEASE])
         if num_leases and (timeout_s is None or _now() - began_s < timeout_s):
             report(AssertionError(f"a drain ends, and {num_leases} leases do not"))
         return num_live
@@ -457,12 +465,12 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             if not is_late() or node.monotonic() - node.went_on_s <= LAST_LOOK_S:
                 node.fail(self)
 
-    release, hashes_of, refused = Replicas.release, routing.prompt_hashes, Replicas._refused
+    abort, hashes_of, refused = Placements.abort, routing.prompt_hashes, Placements.on_refusal
 
-    def note_refused(replicas: Replicas, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
+    def note_refused(placements: Placements, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
         """Checks that a refusal by a draining scheduler is not counted as a submission: the request tries again."""
         num_before = request.submissions
-        refused(replicas, link, error, request)
+        refused(placements, link, error, request)
         if error.reason == "DRAINING" and request.submissions != num_before - (request.replica is None):
             report(AssertionError(f"{request.request.request_id} counts its submission to a scheduler that drains"))
 
@@ -475,15 +483,15 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             report(AssertionError("a gateway looks for blocks under other names than schedulers give them"))
         return names
 
-    def note_released(replicas: Replicas, live: LiveRequest) -> None:
+    def note_aborted(placements: Placements, live: LiveRequest) -> None:
         if live.request.durable and live.replica is not None:
             _RELEASED.add((live.replica, live.request.nonce))
-        release(replicas, live)
+        abort(placements, live)
 
     _RELEASED.clear()
     with (
-        patch.object(Replicas, "release", note_released),
-        patch.object(Replicas, "_refused", note_refused),
+        patch.object(Placements, "abort", note_aborted),
+        patch.object(Placements, "on_refusal", note_refused),
         patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
@@ -661,7 +669,7 @@ class Watch:
         """Sequences that a scheduler computes though a stop string has ended them at their gateway."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
-            core = self.loops[host].scheduler if host in self.loops else None
+            core = self.loops[host].replica.scheduler if host in self.loops else None
             if link is None or core is None or not link.is_connected or self._is_disturbed(host, gateway_host):
                 continue
             gateway_id = link._hello.hello.gateway_id
@@ -736,17 +744,18 @@ class Watch:
         """Schedulers with undisturbed connections to their workers, with their cores and their workers' hosts."""
         for host, loop in self.loops.items():
             ranks = [each for each in self.running if worker_of(each) == host.replace("scheduler", "worker")]
-            lives = host in self.running and not self.running[host].is_dead and loop.is_attached
-            if lives and loop.scheduler is not None and not any(self._is_disturbed(host, each) for each in ranks):
-                yield host, loop.scheduler, ranks
+            lives = host in self.running and not self.running[host].is_dead and loop.replica.is_attached
+            core = loop.replica.scheduler
+            if lives and core is not None and not any(self._is_disturbed(host, each) for each in ranks):
+                yield host, core, ranks
 
     def _useless_leases(self) -> Iterator[str]:
         """Leases of blocks that cannot be fetched, since no worker offers them any more."""
         for host, core, ranks in self._attached():
             transfers = [self.workers[each].transfers for each in ranks if each in self.workers]
             offered = {lease for each in transfers if each is not None for lease in each._offers}
-            useless = [lease.hex() for lease in core.leases if lease not in offered]
-            yield from (f"{host} keeps blocks under lease {lease}, which nobody offers" for lease in useless)
+            useless = [lease for lease in core.reservations[Kind.LEASE] if lease not in offered]
+            yield from (f"{host} keeps blocks under lease {lease!r}, which nobody offers" for lease in useless)
 
     def _idle(self) -> Iterator[str]:
         """Requests that wait without a reason at idle schedulers, since they were never woken. Also answers that
@@ -756,7 +765,7 @@ class Watch:
             owed = ((loop._steps, {each.step_id for each in core.in_flight}), (loop._preparations, waits._underway))
             for awaited, known in (*owed, (loop._moves, waits._underway)):
                 yield from (f"{host} waits for answer {each} in vain" for each in awaited._sent_at if each not in known)
-            if core.in_flight or waits.num_underway or core.promises:
+            if core.in_flight or waits.num_underway or core.reservations[Kind.PROMISE]:
                 continue
             waiting = next(iter(core.waiting.next_few(1)), None)
             if waiting is not None and not (waiting.request.is_offer or core.trials.are_on):
@@ -781,9 +790,10 @@ class Watch:
             replicas = gateway._generator.replicas
             if self.running[host].is_stopped:
                 continue
-            for address in sorted(replicas._draining):
-                if replicas.links[address].is_ready and not self._is_disturbed(host, address.partition(":")[0]):
-                    yield f"{host} takes {address} for draining"
+            for each in sorted(replicas, key=attrgetter("address")):
+                is_wrong = each.rejects_new and each.link.is_ready
+                if is_wrong and not self._is_disturbed(host, each.address.partition(":")[0]):
+                    yield f"{host} takes {each.address} for draining"
 
     def _needless_timers(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Timers of requests that are over or continued by another entry of the gateway, or that await a running
@@ -791,11 +801,12 @@ class Watch:
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
                 replicas = gateway._generator.replicas
+                timers = replicas.placements._timers
                 known = {each.handle: each for each in gateway._ledger if not each.is_over}
-                yield from (f"{host} has a timer for {handle}" for handle in replicas._timers if handle not in known)
-                for handle in replicas._timers.keys() & known.keys():
+                yield from (f"{host} has a timer for {handle}" for handle in timers if handle not in known)
+                for handle in timers.keys() & known.keys():
                     link = replicas.links.get(known[handle].replica or "")
-                    waits = replicas._timers[handle]._args[1].__name__ in _FOR_WORKERS
+                    waits = timers[handle]._args[1].__name__ in _FOR_WORKERS
                     if waits and link is not None and link.is_ready:
                         yield f"{host} has {known[handle].request.request_id} wait for a worker that is back"
 
@@ -805,8 +816,8 @@ class Watch:
             link = gateway._generator.replicas.links.get(self.address_of(host))
             if host not in self.running or link is None or not link.is_connected:
                 continue
-            if link.is_ready != loop.is_ready and not self._is_disturbed(host, gateway_host):
-                yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.is_ready}"
+            if link.is_ready != loop.lifecycle.is_ready and not self._is_disturbed(host, gateway_host):
+                yield f"{gateway_host} takes {host} to be ready: {link.is_ready}, and it says {loop.lifecycle.is_ready}"
 
     def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Durations in messages that the receiver misreads."""
@@ -819,20 +830,20 @@ class Watch:
         """Gateways that know another pool size of a replica than its worker has."""
         for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
             link = gateway._generator.replicas.links.get(self.address_of(host))
-            if host not in self.running or link is None or not (link.is_connected and loop.is_attached):
+            if host not in self.running or link is None or not (link.is_connected and loop.replica.is_attached):
                 continue
-            welcome, info = link.welcome, loop.replica
+            welcome, info = link.welcome, loop.replica.info
             assert welcome is not None
             assert info is not None
             known, there = (welcome.block_size, welcome.num_gpu_blocks), (info.block_size, info.num_gpu_blocks)
-            if known != there and not (loop.is_draining or self._is_disturbed(host, gateway_host)):
+            if known != there and not (loop.lifecycle.is_draining or self._is_disturbed(host, gateway_host)):
                 yield f"{gateway_host} takes {host} to have blocks {known}, and it has {there}"
 
     def _untold(self) -> Iterator[str]:
         """Schedulers without a worker that have yet to report that their caches are empty."""
         for host, loop in self.loops.items():
-            log = loop.cache._log
-            if host not in self.running or self.running[host].is_stopped or loop.is_attached or log is None:
+            log = loop.replica.cache._log
+            if host not in self.running or self.running[host].is_stopped or loop.replica.is_attached or log is None:
                 continue
             if log._is_cleared or log._removed or log._stored or log._in_tier or log._in_host:
                 yield f"{host} has lost its worker, and does not tell that nothing is cached"

@@ -95,7 +95,7 @@ def flags_of_settings() -> Iterator[str]:
     for cls in filter(dataclasses.is_dataclass, classes):
         for field in dataclasses.fields(cls):
             if (option := field.metadata.get("quire.setting")) is not None:
-                flag = option.flag or "--" + field.name.replace("_", "-")
+                flag = option.get("flag") or "--" + field.name.replace("_", "-")
                 yield flag
                 if field.type in (bool, "bool"):
                     yield flag.replace("--", "--no-", 1)

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.auth.caller import Access, Caller, set_caller
 from gateway.auth.quota import Account, Limits
-from gateway.sqlite import StoreThread, changing
+from gateway.sqlite import Store, StoreThread
 
 
 async def call(tenant: str | None, work: Coroutine[Any, Any, object]) -> None:
@@ -42,11 +42,16 @@ async def test_what_the_work_raises_is_raised_and_the_thread_goes_on() -> None:
     thread.close(lambda: None)
 
 
+class Blobs(Store):
+    tables = "CREATE TABLE IF NOT EXISTS blobs (data BLOB);"
+    description = "the store of blobs"
+
+
 def test_a_full_disk_in_a_transaction_is_named_and_the_next_transaction_begins() -> None:
-    database = sqlite3.connect(":memory:", isolation_level=None)
-    database.execute("CREATE TABLE blobs (data BLOB)")
-    database.execute("PRAGMA max_page_count = 5")
-    with pytest.raises(sqlite3.Error, match="full"), changing(database):
-        database.execute("INSERT INTO blobs VALUES (?)", (bytes(100_000),))
-    with changing(database):
-        database.execute("INSERT INTO blobs VALUES (?)", (b"small",))
+    store = Blobs(None, "--blobs")
+    store.rows("PRAGMA max_page_count = 5")
+    with pytest.raises(sqlite3.Error, match="full"), store.changing():
+        store.change("INSERT INTO blobs VALUES (?)", bytes(100_000))
+    with store.changing():
+        store.change("INSERT INTO blobs VALUES (?)", b"small")
+    store.close()

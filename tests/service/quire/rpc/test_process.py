@@ -61,23 +61,17 @@ def test_a_signal_drains_and_exits_with_0(start, number: signal.Signals) -> None
     assert end_of(process) == (0, "draining\ndrained\n", "")
 
 
-def test_a_second_signal_kills(start) -> None:
-    process = start("lambda: forever(60)")
+@pytest.mark.parametrize(
+    ("before", "status"), [("", -signal.SIGTERM), ("import os; os.getpid = lambda: 1", 128 + signal.SIGTERM)]
+)
+def test_a_second_signal_ends_a_process_also_the_first_one_of_a_container(start, before: str, status: int) -> None:
+    """The kernel does not deliver a signal that a container's first process does not handle."""
+    process = start("lambda: forever(60)", before)
     assert read_line(process) == "up\n"
     process.send_signal(signal.SIGTERM)
     assert read_line(process) == "draining\n"
     process.send_signal(signal.SIGTERM)
-    assert end_of(process) == (-signal.SIGTERM, "", "")
-
-
-def test_the_first_process_of_a_container_is_ended_by_a_second_signal_too(start) -> None:
-    """The kernel does not deliver a signal that this process does not handle."""
-    process = start("lambda: forever(60)", "import os; os.getpid = lambda: 1")
-    assert read_line(process) == "up\n"
-    process.send_signal(signal.SIGTERM)
-    assert read_line(process) == "draining\n"
-    process.send_signal(signal.SIGTERM)
-    assert end_of(process) == (128 + signal.SIGTERM, "", "")
+    assert end_of(process) == (status, "", "")
 
 
 def test_a_hangup_is_no_second_signal_and_one_that_nohup_ignores_is_none(start) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import itertools
 import os
-import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any, cast
 
 import pytest
 
+from gateway import leased_table
 from gateway.api.batches import store as batches
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchStore, Line, NotOwnerError
+from gateway.api.batches.store import BatchStore, Line
+from gateway.leased_table import NotOwnerError
 from gateway.request.counting import EntryLimits
 from quire.rpc.errors import ResourceExhausted, Unavailable
 
@@ -36,9 +37,9 @@ def names(directory: Path) -> set[str]:
 
 def begun_batch(store: BatchStore) -> tuple[str, str]:
     """The id of an answered batch, and the id of its input."""
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"{}\n")
-    store.add_file(TENANT, file_id, "in", "batch")
+    store.files.add(TENANT, file_id, "in", "batch")
     batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
     store.take(1)
     store.begin(batch.id, [Line(1, "a", 0, 2)])
@@ -132,30 +133,30 @@ def test_a_file_that_another_gateway_removes_as_this_one_starts_is_passed_over(t
 
 
 def test_a_batch_that_begins_as_another_gateway_cancels_it_has_both_times(store, tmp_path, monkeypatch):
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"{}\n")
-    store.add_file(TENANT, file_id, "in", "batch")
+    store.files.add(TENANT, file_id, "in", "batch")
     batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
     store.take(1)
     other = BatchStore(tmp_path, "other", 1 << 20)
-    changing = batches.changing
+    changing = other.changing
 
-    def begins_first(database: sqlite3.Connection):
+    def begins_first():
         with monkeypatch.context() as patched:
-            patched.setattr(batches, "changing", changing)
+            patched.setattr(other, "changing", changing)
             store.begin(batch.id, [Line(1, "a", 0, 2)])
-        return changing(database)
+        return changing()
 
-    monkeypatch.setattr(batches, "changing", begins_first)
+    monkeypatch.setattr(other, "changing", begins_first)
     facts = other.cancel(TENANT, batch.id).facts
     assert {"in_progress_at", "cancelling_at"} <= facts.keys()
     other.close()
 
 
 async def test_leases_are_renewed_while_results_are_written(store):
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"{}\n")
-    store.add_file(TENANT, file_id, "in", "batch")
+    store.files.add(TENANT, file_id, "in", "batch")
     batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
     store.take(1)
     store.begin(batch.id, [Line(1, "a", 0, 2)])
@@ -175,9 +176,9 @@ async def test_leases_are_renewed_while_results_are_written(store):
 
 def test_no_tenant_waits_for_the_batches_of_another_one(store):
     def added(tenant: str) -> str:
-        file_id, path = store.new_path()
+        file_id, path = store.files.new_path()
         path.write_bytes(b"")
-        store.add_file(tenant, file_id, "in", "batch")
+        store.files.add(tenant, file_id, "in", "batch")
         return store.add_batch(tenant, "", file_id, "/v1/completions", 60, None).id
 
     many, one = [added("many") for _ in range(6)], added("one")
@@ -189,9 +190,9 @@ def test_no_tenant_waits_for_the_batches_of_another_one(store):
 
 def test_of_batches_that_are_done_a_tenant_keeps_the_newest(store, monkeypatch):
     monkeypatch.setattr(batches, "MAX_ENDED", 2)
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"")
-    store.add_file(TENANT, file_id, "in", "batch")
+    store.files.add(TENANT, file_id, "in", "batch")
     others = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
     store.cancel(TENANT, others.id)
     made: list[str] = []
@@ -218,19 +219,19 @@ def test_a_file_of_very_many_blank_lines_is_read_no_further(tmp_path):
 
 async def test_answers_and_results_count_like_files_and_end_what_could_still_begin(store):
     batch_id, file_id = begun_batch(store)
-    other_id, path = store.new_path()
+    other_id, path = store.files.new_path()
     path.write_bytes(b"x" * 100)
-    store._max_bytes = 3 + 2 + 99  # the input, an answer, and less than the other file
+    store.files._max_bytes = 3 + 2 + 99  # the input, an answer, and less than the other file
     with pytest.raises(ResourceExhausted, match="--max-batch-dir-bytes"):
-        store.add_file(TENANT, other_id, "in", "batch")
+        store.files.add(TENANT, other_id, "in", "batch")
     await store.finish(batch_id, batches.COMPLETED)
-    store._max_bytes = 3 + 3 - 1  # the answer has a line end as a result
+    store.files._max_bytes = 3 + 3 - 1  # the answer has a line end as a result
     with pytest.raises(ResourceExhausted, match="have 6 B,"):
         store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
 
 
 def test_a_lease_that_has_passed_starts_no_second_run_at_the_gateway_that_runs_the_batch(store, monkeypatch):
-    monkeypatch.setattr(batches, "LEASE_S", -1.0)
+    monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
     batch_id, _ = begun_batch(store)
     assert store.take(1, running=[batch_id]) == []
     assert [row.id for row in store.take(1)] == [batch_id]
@@ -240,15 +241,15 @@ def test_a_batch_that_fails_midway_leaves_no_answer_that_counts(store):
     batch_id, file_id = begun_batch(store)
     store.fail(batch_id, [])
     assert store.batch(TENANT, batch_id).shown()["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
-    store._max_bytes = 3  # the input
+    store.files._max_bytes = 3  # the input
     assert store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
 
 
 async def test_a_batch_that_is_taken_in_the_moment_of_the_stop_is_left_to_the_next_start(store):
     generator = SimpleNamespace(is_draining=False, replicas=SimpleNamespace(is_ready=True))
-    file_id, path = store.new_path()
+    file_id, path = store.files.new_path()
     path.write_bytes(b"{}\n")
-    store.add_file(TENANT, file_id, "in", "batch")
+    store.files.add(TENANT, file_id, "in", "batch")
     batch = store.add_batch(TENANT, "", file_id, "/v1/completions", 60, None)
     runner = Batches(
         *(cast(Any, each) for each in (generator, store, None, None, None, None)), gateway_id="this", concurrency=1

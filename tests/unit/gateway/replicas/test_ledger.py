@@ -71,7 +71,9 @@ async def test_sequences_take_turns_while_new_tokens_keep_coming(ledger):
     live = open_live(ledger, num_sequences=2)
 
     def step(offset):
-        ledger.apply(REPLICA, make_batch([TokenRun(live.handle, index, offset, [60 + offset]) for index in (0, 1)]))
+        ledger.apply_events(
+            REPLICA, make_batch([TokenRun(live.handle, index, offset, [60 + offset]) for index in (0, 1)])
+        )
 
     events = live.events()
     step(0)
@@ -86,13 +88,13 @@ async def test_sequences_take_turns_while_new_tokens_keep_coming(ledger):
 async def test_a_stop_string_ends_the_request_here(ledger, clock):
     live = open_live(ledger, stop=["the"])
     clock.now += 0.5
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("a"))]))
+    ledger.apply_events(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("a"))]))
     clock.now += 0.25
-    outcome = ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
+    outcome = ledger.apply_events(REPLICA, make_batch([TokenRun(live.handle, 0, 1, ids_of("the cat"))]))
     assert outcome.ended_here == [live]
     assert live.awaits_usage
     # It can no longer fail.
-    assert ledger.apply(REPLICA, make_batch(failed=[RequestFailed(live.handle, Internal("NaN"))])).failed == []
+    assert ledger.apply_events(REPLICA, make_batch(failed=[RequestFailed(live.handle, Internal("NaN"))])).failed == []
     live.end_if_complete()
     events = [event async for event in live.events()]
     assert events[-2].stop_string == "the"
@@ -104,13 +106,13 @@ async def test_a_stop_string_ends_the_request_here(ledger, clock):
 @pytest.mark.parametrize("knows", [True, False])
 async def test_what_a_request_cost_that_ended_here_is_the_schedulers_to_say(ledger, clock, knows):
     live = open_live(ledger, stop=["the"])
-    ledger.apply(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("the cat"))]))
+    ledger.apply_events(REPLICA, make_batch([TokenRun(live.handle, 0, 0, ids_of("the cat"))]))
     events = live.events()
     assert [type(await anext(events)) for _ in range(2)] == [Chunk, Finished]
     assert not live.is_over
-    assert ledger.of_replica(REPLICA) == []
+    assert ledger.running_on(REPLICA) == []
     said = Usage(prompt_tokens=3, generated_tokens=9, cached_tokens=2, queue_ms=7.0, preemptions=1)
-    outcome = ledger.apply(REPLICA, make_batch(completed=[RequestEnded(live.handle, said if knows else None)]))
+    outcome = ledger.apply_events(REPLICA, make_batch(completed=[RequestEnded(live.handle, said if knows else None)]))
     assert outcome.ended_here == []
     usage = (await anext(events)).usage
     assert usage.generated_tokens == live.num_generated_tokens < 9
@@ -131,16 +133,16 @@ async def test_what_a_request_cost_that_ended_here_is_the_schedulers_to_say(ledg
 def test_missing_events_are_noticed(ledger, batch_of):
     live = open_live(ledger)
     with pytest.raises(TokenGapError):
-        ledger.apply(REPLICA, batch_of(live.handle))
+        ledger.apply_events(REPLICA, batch_of(live.handle))
     assert not live.is_over
 
 
 def test_work_that_nobody_wants_is_reported(ledger):
     live = open_live(ledger)
     batch = make_batch([TokenRun(live.handle, 0, 0, [60]), TokenRun(live.handle + 1, 0, 0, [60])])
-    assert ledger.apply(REPLICA, batch).unknown_handles == {live.handle + 1}
+    assert ledger.apply_events(REPLICA, batch).unknown_handles == {live.handle + 1}
     more = make_batch([TokenRun(live.handle, 0, 1, [61]), TokenRun(live.handle + 1, 0, 0, [60])])
-    assert ledger.apply("another", more).unknown_handles == {live.handle, live.handle + 1}
+    assert ledger.apply_events("another", more).unknown_handles == {live.handle, live.handle + 1}
     assert live.num_generated_tokens == 1
 
 
@@ -153,19 +155,19 @@ def prompt_run(live, first_position, count):
 def test_what_another_model_said_of_the_prompt_is_dropped():
     ledger = Ledger(max_chunk_tokens=100)
     live = open_live(ledger)
-    live.begin_with(ModelFingerprint(weights="w1"))
-    ledger.apply(REPLICA, prompt_run(live, 1, 3))
-    live.begin_with(ModelFingerprint(weights="w1"))
-    assert live.end_of_prompt_logprobs == 4
-    live.begin_with(ModelFingerprint(weights="w2"))
-    assert live.end_of_prompt_logprobs == 1
+    live.set_model(ModelFingerprint(weights="w1"))
+    ledger.apply_events(REPLICA, prompt_run(live, 1, 3))
+    live.set_model(ModelFingerprint(weights="w1"))
+    assert len(live.prompt_logprobs) == 3
+    live.set_model(ModelFingerprint(weights="w2"))
+    assert not len(live.prompt_logprobs)
 
 
 def test_missing_prompt_positions_are_a_gap():
     ledger = Ledger(max_chunk_tokens=100)
     live = open_live(ledger)
     with pytest.raises(TokenGapError, match="log probabilities of its prompt up to position 1"):
-        ledger.apply(REPLICA, prompt_run(live, 2, 1))
+        ledger.apply_events(REPLICA, prompt_run(live, 2, 1))
 
 
 async def test_a_failure_by_numbers_that_are_not_finite_names_the_adapter(ledger):
@@ -174,7 +176,7 @@ async def test_a_failure_by_numbers_that_are_not_finite_names_the_adapter(ledger
     live.replica = REPLICA
     for reason, names_it in (("NON_FINITE_LOGITS", True), ("INVALID_SAMPLING", False)):
         failed = RequestFailed(live.handle, Internal("row 3", reason=reason))
-        ((_, error),) = ledger.apply(REPLICA, make_batch(failed=[failed])).failed
+        ((_, error),) = ledger.apply_events(REPLICA, make_batch(failed=[failed])).failed
         assert ('adapter "one"' in error.message) == names_it
 
 

@@ -120,7 +120,7 @@ async def test_an_address_that_the_name_lost_is_left_when_its_stream_breaks():
         rig.answer = {B}
         await rig.until(A, B)
         rig.made[A].is_connected = False
-        rig.members.lost(A)
+        rig.members.on_disconnected(A)
         assert rig.gone == [A]
         await until_true(lambda: not rig.made[A].is_running)
 
@@ -131,7 +131,7 @@ async def test_a_stream_that_breaks_has_its_name_resolved_at_once():
         # Another machine replaced it.
         rig.answer = {B}
         rig.made[A].is_connected = False
-        rig.members.lost(A)
+        rig.members.on_disconnected(A)
         await rig.until(B)
     assert rig.num_asked == 2
 
@@ -159,7 +159,7 @@ async def test_addresses_of_the_command_line_stay():
         rig.answer = {C}
         await rig.until(B, C)
         rig.made[B].is_connected = False
-        rig.members.lost(B)
+        rig.members.on_disconnected(B)
         await rig.more_answers()
         assert set(rig.members.links) == {B, C}
         assert rig.members.is_listed(B)

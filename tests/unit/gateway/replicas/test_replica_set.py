@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from google.rpc.code_pb2 import UNAVAILABLE
 
+from gateway.replicas import replica_set
 from gateway.replicas.events import (
     EventBatch,
     FinishReason,
@@ -40,13 +43,15 @@ CONNECT_TIMEOUT_S = 0.05
 @pytest.fixture(autouse=True)
 def _one_look(monkeypatch):
     """The second look would take longer than all delays here."""
-    monkeypatch.setattr("gateway.replicas.replica_set.LAST_LOOK_S", 0.0)
+    monkeypatch.setattr("gateway.replicas.placements.LAST_LOOK_S", 0.0)
 
 
 class Scheduler:
     """Stands in for a connected scheduler and its worker, whose answers `serve` gives."""
 
-    def __init__(self, address: str, replicas: Replicas, serve: Callable[["Scheduler", LiveRequest], None]) -> None:
+    def __init__(
+        self, address: str, *, listener: Replicas, serve: Callable[["Scheduler", LiveRequest], None], **_: object
+    ) -> None:
         self.address = address
         self.is_connected = self.is_ready = True
         self.is_draining = False
@@ -69,7 +74,7 @@ class Scheduler:
         self.offered: list[int] = []
         self.aborted: list[int] = []
         self.has: dict[int, LiveRequest] = {}
-        self._replicas = replicas
+        self._replicas = listener
         self._serve = serve
 
     def submit(self, live: LiveRequest) -> None:
@@ -128,24 +133,24 @@ class Cluster:
     def __init__(self, num_replicas: int, serve: Callable[[Scheduler, LiveRequest], None]) -> None:
         self.ledger = Ledger(max_chunk_tokens=64)
         addresses = [f"127.0.0.1:{number}" for number in range(1, 1 + num_replicas)]
-        self.replicas = Replicas(
-            addresses,
-            self.ledger,
-            gateway_id="gateway",
-            architecture="x",
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            model=UNKNOWN_MODEL,
-            failover_delay_s=FAILOVER_DELAY_S,
-            reconnect_grace_s=5,
-        )
-        self.schedulers = [Scheduler(address, self.replicas, serve) for address in addresses]
-        for scheduler in self.schedulers:
-            self.replicas.links[scheduler.address] = cast(SchedulerLink, scheduler)
+        with patch.object(replica_set, "SchedulerLink", partial(Scheduler, serve=serve)):
+            self.replicas = Replicas(
+                addresses,
+                self.ledger,
+                gateway_id="gateway",
+                architecture="x",
+                connect_timeout_s=CONNECT_TIMEOUT_S,
+                model=UNKNOWN_MODEL,
+                failover_delay_s=FAILOVER_DELAY_S,
+                reconnect_grace_s=5,
+            )
+        self.placements = self.replicas.placements
+        self.schedulers = cast(list[Scheduler], list(self.replicas.links.values()))
 
     def place(self, request_id: str, *, num_tokens: int = 8, **fields: Any) -> LiveRequest:
         request = make_request(request_id, prompt=range(num_tokens), eos_token_ids=(), **fields)
         live = self.ledger.open(request, TOKENIZER)
-        self.replicas.place(live)
+        self.placements.place(live)
         return live
 
 
@@ -206,7 +211,7 @@ async def test_a_stream_runs_on_until_another_replica_has_room_for_it():
     # A late answer changes nothing.
     other.tell(has_room=[live.handle])
     assert (first.released, other.aborted) == ([live.handle], [])
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_all_replicas_are_asked_after_a_while_and_the_first_with_room_gets_it(monkeypatch):
@@ -224,7 +229,7 @@ async def test_all_replicas_are_asked_after_a_while_and_the_first_with_room_gets
     fast.lose_stream()
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert live.replica == slow.address
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_a_stream_leaves_a_replica_that_drains_in_the_end_and_one_that_is_over_is_withdrawn(monkeypatch):
@@ -237,13 +242,13 @@ async def test_a_stream_leaves_a_replica_that_drains_in_the_end_and_one_that_is_
     first.tell(moved=[RequestMoved(live.handle, None)])
     # It takes the offer's place in the queue.
     assert (live.replica, other.submitted, other.aborted) == (other.address, [live.handle], [])
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
     assert other.aborted == [live.handle]
     cluster = Cluster(2, lambda *_: None)
     first, other = cluster.schedulers
     live = running_at(cluster, first)
     first.drain()
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
     assert other.aborted == first.aborted == [live.handle]
 
 
@@ -254,7 +259,7 @@ async def test_a_replica_that_knows_no_offers_is_not_asked():
     other.welcome.takes_offers = False
     first.drain()
     assert (first.released, other.offered) == ([live.handle], [])
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_hints_of_length_move_load_as_far_as_max_tokens_and_until_the_tokens_came():
@@ -285,7 +290,7 @@ async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it
     first.lose_worker(until_back_s=60)
     await until_true(lambda: live.handle in other.has)
     assert (live.replica, first.has) == (other.address, {})
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_aborted(caplog):
@@ -294,14 +299,14 @@ async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_abor
     detokenizer = SimpleNamespace(push=lambda token_id: 1 / 0)
     tokenizer = cast(Any, SimpleNamespace(detokenizer=lambda **_: detokenizer))
     broken, other = cluster.ledger.open(make_request("broken"), tokenizer), cluster.place("other")
-    cluster.replicas.place(broken)
+    cluster.placements.place(broken)
     scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [50]) for live in (broken, other)])
     assert (list(scheduler.has), other.num_generated_tokens) == ([other.handle], 1)
     with pytest.raises(Internal) as caught:
         await broken.result()
     assert (caught.value.reason, "division" in caught.value.message) == ("UNEXPECTED", False)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
-    cluster.replicas.release(other)
+    cluster.placements.abort(other)
 
 
 async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
@@ -323,7 +328,7 @@ async def test_those_that_a_full_queue_refuses_do_not_come_back_all_at_once():
     # One at each given time, and not all of them each time.
     assert 0 < len(scheduler.submitted) - first < 250
     for live in requests:
-        cluster.replicas.release(live)
+        cluster.placements.abort(live)
 
 
 async def test_what_is_completed_counts_for_no_replica_though_its_client_still_reads():
@@ -346,7 +351,7 @@ async def test_what_is_completed_counts_for_no_replica_though_its_client_still_r
         await until_true(lambda live=live: live.is_completed)
     assert sorted(len(scheduler.submitted) for scheduler in cluster.schedulers)[-1] >= 13 + 3
     for live in unread:
-        cluster.replicas.detach(live)
+        cluster.placements.detach(live)
     assert aborted == []
 
 
@@ -361,7 +366,7 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     (scheduler,) = cluster.schedulers
     live = cluster.place("story", durable=durable)
     scheduler.lose_stream()
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
     cluster.ledger.close(live)
     again = cluster.place("story", durable=durable)
     aborted: list[int] = []
@@ -374,7 +379,7 @@ async def test_a_durable_request_is_ended_at_its_scheduler_when_that_is_back(dur
     scheduler.lose_stream()
     scheduler.regain_stream()
     assert aborted == [live.handle] * is_ended
-    cluster.replicas.release(again)
+    cluster.placements.abort(again)
 
 
 async def test_a_request_with_tokens_goes_on_with_no_other_model_and_one_without_does():
@@ -391,7 +396,7 @@ async def test_a_request_with_tokens_goes_on_with_no_other_model_and_one_without
         await begun.result()
     assert caught.value.reason == "MODEL_CHANGED"
     assert scheduler.submitted == [begun.handle, waiting.handle, waiting.handle]
-    cluster.replicas.release(waiting)
+    cluster.placements.abort(waiting)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -435,8 +440,8 @@ async def test_requests_of_a_replica_that_is_gone_for_good_go_to_others_and_thos
     assert running.replica == other.address
     assert failed.handle not in other.submitted
     for live in (running, failed):
-        cluster.replicas.release(live)
-        cluster.replicas.detach(live)
+        cluster.placements.abort(live)
+        cluster.placements.detach(live)
 
 
 async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_placed_anew():
@@ -449,10 +454,10 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
     live.is_prepared = False
     lose_for_good(cluster, gone)
     live.is_prepared = True
-    cluster.replicas.hand_over(earlier, live)
+    cluster.placements.hand_over(earlier, live)
     assert live.replica == other.address
     with pytest.raises(Unavailable, match="is not connected"):
-        cluster.replicas.resume(live, gone.address)
+        cluster.placements.resume(live, gone.address)
 
 
 @pytest.mark.parametrize("has_news", [False, True])
@@ -467,7 +472,7 @@ async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_b
     cluster.ledger.enter(live)
     live.catch_up(earlier, 1)
     live.catch_up(earlier, 1)
-    cluster.replicas.hand_over(earlier, live)
+    cluster.placements.hand_over(earlier, live)
     if has_news:
         # It is the reader by then, and a later reader keeps it for good.
         scheduler.tell(runs=[TokenRun(live.handle, 0, 1, [51])])
@@ -499,7 +504,7 @@ async def test_where_all_drain_a_request_goes_on_where_it_was():
     assert other.aborted == [live.handle]
     first.tell(moved=[RequestMoved(live.handle, None)])
     assert (live.replica, first.submitted, other.submitted) == (first.address, [live.handle] * 2, [])
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_a_replica_that_keeps_room_gets_the_request_that_was_released_for_it_though_it_drains():
@@ -514,7 +519,7 @@ async def test_a_replica_that_keeps_room_gets_the_request_that_was_released_for_
     # A replica of an earlier release takes no more requests.
     other.tell(failed=[RequestFailed(live.handle, Unavailable("it drains", reason="DRAINING"))])
     assert (live.replica, first.submitted) == (first.address, [live.handle] * 2)
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
@@ -529,7 +534,7 @@ async def test_where_all_drain_a_new_request_fails_once_nothing_runs_any_more():
     assert not live.is_over
     # The first scheduler still has requests of other gateways.
     first.is_busy = True
-    cluster.replicas.release(running)
+    cluster.placements.abort(running)
     await asyncio.sleep(2 * CONNECT_TIMEOUT_S)
     assert not live.is_over
     first.is_busy = False
@@ -555,7 +560,7 @@ async def test_a_replica_that_refuses_an_offer_is_asked_again_after_a_while(monk
     await until_true(lambda: len(other.offered) == 4)
     other.tell(has_room=[live.handle])
     assert first.released == [live.handle]
-    cluster.replicas.release(live)
+    cluster.placements.abort(live)
 
 
 async def test_a_request_that_waits_where_all_drain_goes_to_the_successor():

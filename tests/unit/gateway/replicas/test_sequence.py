@@ -5,7 +5,8 @@ import time
 import pytest
 
 from gateway.replicas.events import FinishReason
-from gateway.replicas.sequence import SequenceStream, num_predicted
+from gateway.replicas.sequence import SequenceStream
+from gateway.replicas.usage import num_predicted
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
 from gateway.text.formats.thinking import Thinking
 from tests.support.tokenizers import byte_level, wrapped
@@ -33,14 +34,14 @@ def test_an_ending_token_that_did_not_end_the_sequence_is_text():
     stream = make_stream(ending=ids_of("!"))
     token_ids = ids_of("a!b!")
     stream.accept(0, token_ids)
-    stream.end(len(token_ids), FinishReason.LENGTH, None, None)
+    stream.finish(len(token_ids), FinishReason.LENGTH, None, None)
     assert "".join(chunk.text for chunk in take_all(stream)) == "a!b!"
 
 
 def test_the_schedulers_sum_is_reported_where_no_logprobs_came():
     stream = make_stream()
     stream.accept(0, [60])
-    stream.end(1, FinishReason.LENGTH, None, -7.0)
+    stream.finish(1, FinishReason.LENGTH, None, -7.0)
     assert stream.finished.cumulative_logprob == -7.0
 
 

@@ -57,7 +57,7 @@ def generate(ledger, live, num_tokens, *, completes=False):
     for offset in range(first, first + num_tokens):
         is_last = completes and offset == first + num_tokens - 1
         message = scheduler_pb2.TokenEvents.FromString(step_message(live, offset, is_last=is_last))
-        ledger.apply(REPLICA, event_batch_from(message))
+        ledger.apply_events(REPLICA, event_batch_from(message))
 
 
 @pytest.fixture

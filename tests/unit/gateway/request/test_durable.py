@@ -26,6 +26,7 @@ class FakeReplicas:
     def __init__(self) -> None:
         self.durable_grace_s = 60.0
         self.detached: list[LiveRequest] = []
+        self.placements = self
 
     def detach(self, live: LiveRequest) -> None:
         self.detached.append(live)
@@ -33,7 +34,7 @@ class FakeReplicas:
     def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
         raise NotImplementedError
 
-    def release(self, live: LiveRequest) -> None:
+    def abort(self, live: LiveRequest) -> None:
         raise NotImplementedError
 
 

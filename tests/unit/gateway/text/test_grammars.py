@@ -22,11 +22,11 @@ from gateway.text.formats.notations import text_parameters
 from gateway.text.formats.output import joined
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.rendered import ID, CallShape, Layout, written_calls
-from gateway.text.formats.shapes import HARMONY, JSON_LIST, SHAPES
+from gateway.text.formats.shapes import SHAPES
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
-from tests.support.constraints import accepts, make_vocabulary, spelled, vocabulary, write
+from tests.support.constraints import accepts_tokens, make_vocabulary, spelled, vocabulary, write
 from tests.support.tiers import parametrize_once
 from tests.support.tokenizers import byte_level
 
@@ -156,10 +156,9 @@ def test_several_calls_are_accepted_as_they_are_written_and_read_back(name, is_f
     model = ModelText(None, held.special_tokens)
     constraint = constrained_calls(name, CALLS, model, is_forced=is_forced, is_single=False)
     assert constraint is not None
-    matcher = Template.of(constraint, held).matcher(tuple(held.eos))
-    for token_id in spelled(text, held):
-        matcher.consume(token_id)
-    assert (matcher.error, matcher.may_end) == (None, True)
+    template = Template.of(constraint, held)
+    assert accepts_tokens(template, spelled(text, held))
+    assert not accepts_tokens(template, spelled(text.replace("Oslo", "longer than 8"), held))
 
 
 def test_constants_are_accepted_as_the_template_writes_them():
@@ -182,10 +181,7 @@ def test_constants_are_accepted_as_the_template_writes_them():
         assert constraint is not None
         for spelling in ("true", "True"):
             text = f"<tool_call>now\n<arg_key>a</arg_key>\n<arg_value>{spelling}</arg_value>\n</tool_call>"
-            matcher = Template.of(constraint, held).matcher(tuple(held.eos))
-            for token_id in spelled(text, held):
-                matcher.consume(token_id)
-            assert (matcher.error is None and matcher.may_end) == (spelling in spellings)
+            assert accepts_tokens(Template.of(constraint, held), spelled(text, held)) == (spelling in spellings)
             (call,) = read("glm45", text).tool_calls
             assert json.loads(call.arguments) == {"a": True}
 
@@ -222,24 +218,6 @@ def test_a_call_that_has_begun_fits(name, held):
             num_complete += 1
             assert_fitting(output.tool_calls)
     assert num_complete
-
-
-@pytest.mark.parametrize("name", sorted(SHAPES.keys() - {HARMONY, JSON_LIST}))
-def test_calls_of_the_usual_shape_of_a_format_are_accepted_and_read(name):
-    shape = SHAPES[name]
-    made = [("get_weather", {"city": "Rio", "days": 3}), ("now", {})][: 2 if shape.is_parallel else 1]
-    properties = {key: WEATHER["properties"][key] for key in ("city", "days")}
-    weather = {"type": "object", "properties": properties, "additionalProperties": False}
-    grammars = [CallGrammar("get_weather", json.dumps(weather)), CALLS[2]]
-    text = written_calls(shape, [(call, json.dumps(value), f"id{call}") for call, value in made])
-    for is_forced in {False, format_of_forced_calls(name) == name}:
-        constraint = constrained_calls(name, grammars, ModelText(), is_forced=is_forced, is_single=False)
-        assert constraint is not None
-        assert accepts(constraint, text)
-        assert is_forced or not accepts(constraint, text.replace("Rio", "longer than 8"))
-    output = read(name, text)
-    assert [(call.name, json.loads(call.arguments)) for call in output.tool_calls] == made
-    assert not output.text.strip()
 
 
 # Keywords that schemas may have in notations other than JSON.

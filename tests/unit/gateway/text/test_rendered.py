@@ -1,10 +1,14 @@
 """The format of a chat template's calls, and their shape, are derived from the calls that it renders."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from gateway.text.chat import ChatTemplate
 from gateway.text.formats.answer import tool_format_of
-from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot, TagShape
+from gateway.text.formats.rendered import ID, CallShape, Layout, Slot, TagShape
+from gateway.text.formats.shapes import SHAPES
 
 _JSON = '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
 _NAMED = (("name", Slot.NAME), ("arguments", Slot.ARGUMENTS))
@@ -29,26 +33,12 @@ def tags(argument: str, value: str = "v if v is string else v | tojson") -> str:
 AS_PYTHON = "v | tojson if v is mapping or (v is iterable and v is not string) else v"
 NAME = "{{ c.function.name }}"
 ARGUMENTS = "{{ c.function.arguments | tojson }}"
-CASES = {
-    "hermes": (
-        template_of(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n"),
-        CallShape(
-            Layout.ENVELOPE,
-            call_open="<tool_call>\n",
-            call_close="\n</tool_call>",
-            separator="\n",
-            fields=_NAMED,
-        ),
-    ),
+# The templates of the formats' models, whose calls have the usual shape but for the given fields.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "hermes": (template_of(f"<tool_call>\n{_JSON}\n</tool_call>", between="\n"), {}),
     "mistral": (
         template_of(f'{_JSON[:-1]}, "id": "{{{{ c.id }}}}"}}', before="[TOOL_CALLS] [", between=", ", after="]"),
-        CallShape(
-            Layout.ENVELOPE,
-            section_open="[TOOL_CALLS] [",
-            separator=", ",
-            section_close="]",
-            fields=(*_NAMED, ("id", Slot.ID)),
-        ),
+        {"section_open": "[TOOL_CALLS] [", "fields": (*_NAMED, ("id", Slot.ID))},
     ),
     "deepseek_v31": (
         template_of(
@@ -56,14 +46,7 @@ CASES = {
             before="<｜tool▁calls▁begin｜>",
             after="<｜tool▁calls▁end｜>",
         ),
-        CallShape(
-            Layout.NAMED,
-            section_open="<｜tool▁calls▁begin｜>",
-            call_open="<｜tool▁call▁begin｜>",
-            call_close="<｜tool▁call▁end｜>",
-            section_close="<｜tool▁calls▁end｜>",
-            name_close="<｜tool▁sep｜>",
-        ),
+        {},
     ),
     "kimi_k2": (
         template_of(
@@ -71,14 +54,7 @@ CASES = {
             before="<|tool_calls_section_begin|>",
             after="<|tool_calls_section_end|>",
         ),
-        CallShape(
-            Layout.NAMED,
-            section_open="<|tool_calls_section_begin|>",
-            call_open="<|tool_call_begin|>functions.",
-            call_close="<|tool_call_end|>",
-            section_close="<|tool_calls_section_end|>",
-            name_close=f":{INDEX}<|tool_call_argument_begin|>",
-        ),
+        {},
     ),
     "qwen3_coder": (
         template_of(
@@ -89,33 +65,25 @@ CASES = {
             + "</function>\n</tool_call>",
             between="\n",
         ),
-        CallShape(
-            Layout.TAGS,
-            call_open="<tool_call>\n<function=",
-            call_close="</function>\n</tool_call>",
-            separator="\n",
-            name_close=">\n",
-            tags=TagShape("<parameter=", ">\n", ">\n", "\n</parameter>\n", constants=("True", "None")),
-        ),
+        {"tags": TagShape("<parameter=", ">\n", ">\n", "\n</parameter>\n", constants=("True", "None"))},
     ),
     "glm45": (
         template_of(f"<tool_call>{NAME}{tags('<arg_key>{}</arg_key><arg_value>{}</arg_value>')}</tool_call>"),
-        CallShape(
-            Layout.TAGS,
-            call_open="<tool_call>",
-            call_close="</tool_call>",
-            tags=TagShape("<arg_key>", "</arg_key><arg_value>", "</arg_key><arg_value>", "</arg_value>"),
-        ),
+        {
+            "separator": "",
+            "name_close": "",
+            "tags": TagShape("<arg_key>", "</arg_key><arg_value>", "</arg_key><arg_value>", "</arg_value>"),
+        },
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_format_and_its_texts_are_those_of_the_rendered_calls(name):
-    source, shape = CASES[name]
+    source, differs = CASES[name]
     calls = ChatTemplate(source, {}).calls
     assert calls is not None
-    assert (tool_format_of(calls), calls.shape) == (name, shape)
+    assert (tool_format_of(calls), calls.shape) == (name, replace(SHAPES[name], **differs))
 
 
 def test_an_id_that_every_call_has_before_its_arguments_is_a_place():

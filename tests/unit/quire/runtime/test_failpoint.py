@@ -48,7 +48,7 @@ def test_nothing_happens_unless_armed(tmp_path: Path) -> None:
 
 def test_a_process_dies_at_the_pass_that_the_file_says_and_its_successor_lives(tmp_path: Path) -> None:
     program = (
-        "import os; from quire import failpoint; failpoint.arm(os.environ)\n"
+        "import os; from quire.runtime import failpoint; failpoint.arm(os.environ)\n"
         f"for number in range(5): failpoint.failpoint('{NAME}'); print(number, flush=True)"
     )
     environ = os.environ | {failpoint.VARIABLE: str(tmp_path)}

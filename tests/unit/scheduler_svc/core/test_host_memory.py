@@ -12,6 +12,7 @@ from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import Lease, MoveCounts
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.reservations import Kind
 from tests.support.core_driver import Driver, make_config, make_request
 
 
@@ -58,7 +59,7 @@ def test_a_prompt_finds_on_the_host_what_made_room_for_an_offer() -> None:
     offer = replace(of_prompt(3, 3), is_offer=True, accepted_before=True)
     driver.submit(offer)
     driver.run_until_idle()
-    assert offer.key in driver.scheduler.promises
+    assert offer.key in driver.scheduler.reservations[Kind.PROMISE]
     driver.scheduler.abort(offer.key)
     assert cached(driver, of_prompt(4, 1)) == 12
 

@@ -8,9 +8,10 @@ import pytest
 
 from scheduler_svc.core.block_pool import BlockHash, BlockId, BlockPool, PrefixHashes
 from scheduler_svc.core.config import PolicyKind, PreemptionMode
-from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Leases, Tier
+from scheduler_svc.core.moves import CommonTier, KvSource, Lease, Tier
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import EmittedSequence, Handle, Request, RequestKey
+from scheduler_svc.core.reservations import Kind, Reservations
 from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 LEASE, LEASE_S = Lease(b"a lease"), 10.0
@@ -30,6 +31,10 @@ def hand_over(driver: Driver, request: Request) -> list[tuple[BlockId, BlockHash
 
 def used(driver: Driver) -> int:
     return driver.scheduler.batch.blocks.pool.num_used
+
+
+def has_promise(driver: Driver, request: Request) -> bool:
+    return request.key in driver.scheduler.reservations[Kind.PROMISE]
 
 
 def told(driver: Driver) -> list[Preparation]:
@@ -118,15 +123,15 @@ def test_only_blocks_that_are_fetched_can_fail() -> None:
     with pytest.raises(ValueError, match="fetches 3 blocks, and number 3 failed"):
         driver.scheduler.prepared(preparation.number, failed=frozenset({0, 3}))
     driver.check()
-    assert driver.scheduler.preparations.num_arriving == 3
+    assert driver.scheduler.reservations.num_blocks(Kind.FETCH) == 3
 
 
 def test_ranks_that_sent_their_parts_are_counted_as_long_as_their_lease_lasts() -> None:
-    leases, pool = Leases[Lease](), BlockPool(8)
-    leases.add(LEASE, [], 1.0)
-    assert [leases.count_done(LEASE), leases.count_done(LEASE), leases.count_done(Lease(b"other"))] == [1, 2, 0]
-    leases.expire(1.0, pool)
-    assert leases.count_done(LEASE) == 0
+    table = Reservations(BlockPool(8))
+    table.add(Kind.LEASE, LEASE, [], 1.0)
+    assert [table.count_fetched(each) for each in (LEASE, LEASE, Lease(b"other"))] == [1, 2, 0]
+    table.expire_leases(1.0)
+    assert table.count_fetched(LEASE) == 0
 
 
 def test_blocks_that_came_are_not_computed() -> None:
@@ -306,7 +311,8 @@ def test_what_is_cached_of_a_request_is_kept_while_the_rest_is_fetched(failed: s
     driver.submit(again)
     (preparation,) = told(driver)
     assert preparation.arriving is not None
-    assert (len(preparation.arriving.blocks), driver.scheduler.preparations.num_arriving, used(driver)) == (2, 2, 4)
+    num_fetched = driver.scheduler.reservations.num_blocks(Kind.FETCH)
+    assert (len(preparation.arriving.blocks), num_fetched, used(driver)) == (2, 2, 4)
     pool = driver.scheduler.batch.blocks.pool
     pool.free(pool.allocate(pool.num_free))
     driver._answer(preparation)
@@ -399,7 +405,7 @@ def test_a_request_that_comes_keeps_its_row_while_its_blocks_are_fetched() -> No
     assert new.key in driver.scheduler.waiting
     driver.run_what_can()
     assert driver.finished == {4}
-    assert behind.key in driver.scheduler.promises
+    assert has_promise(driver, behind)
 
 
 def test_who_goes_before_a_request_whose_blocks_came_takes_the_rows_that_were_kept_for_it() -> None:
@@ -435,7 +441,7 @@ def test_nobody_is_displaced_for_rows_that_are_kept_for_an_offer(others: list[in
         running(driver, make_request(handle, max_tokens=20, priority=priority), 1)
     driver.submit(offer(asked := moved(1)))
     driver.plan()
-    assert asked.key in driver.scheduler.promises
+    assert has_promise(driver, asked)
     driver.submit(wide := make_request(2, num_sequences=2, priority=1))
     driver.plan()
     assert driver.scheduler.num_preemptions == 0
@@ -452,7 +458,7 @@ def test_rows_that_are_kept_for_a_request_that_comes_do_not_hold_up_those_that_g
     wide = make_request(2, num_sequences=2, priority=1)
     driver.submit(offer(asked := moved(1)))
     driver.plan()
-    assert asked.key in driver.scheduler.promises
+    assert has_promise(driver, asked)
     if not blocks_first:
         driver.submit(wide)
     driver.submit(replace(moved(4), replaces=asked.key.handle))
@@ -507,18 +513,18 @@ def test_a_promise_is_broken_before_a_request_is_preempted_and_made_again() -> N
     running(driver, first, 1)
     driver.submit(offer(asked := moved(3)))
     driver.plan()
-    assert asked.key in driver.scheduler.promises
+    assert has_promise(driver, asked)
     driver.deliver()
     driver.submit(second)
     num_broken = 0
     while driver.plan() is not None or driver.results:
-        num_broken += asked.key not in driver.scheduler.promises
+        num_broken += not has_promise(driver, asked)
         driver.deliver()
     assert num_broken
     assert driver.finished == {1, 2}
     assert driver.scheduler.num_preemptions == 0
-    assert asked.key in driver.scheduler.promises
+    assert has_promise(driver, asked)
     driver.crash()
-    assert asked.key not in driver.scheduler.promises
+    assert not has_promise(driver, asked)
     driver.plan()
-    assert asked.key in driver.scheduler.promises
+    assert has_promise(driver, asked)

@@ -227,8 +227,8 @@ def test_a_stop_string_that_ends_a_request_leaves_its_reader_what_it_lacks_of_ot
     assert offsets_of(take_all(second), 9) == [0, 1]
     loop, _ = make_step_loop(Scheduler(make_config()))
     usages = iter([NO_USAGE, None])
-    monkeypatch.setattr(loop, "usage_so_far", lambda key: next(usages))
-    monkeypatch.setattr(loop, "abort_sequence", lambda key, index: None)
+    monkeypatch.setattr(loop.replica, "usage_so_far", lambda key: next(usages))
+    monkeypatch.setattr(loop.replica, "abort_sequence", lambda key, index: None)
     abort = scheduler_pb2.Abort(handle=9, sequence_index=1, wants_usage=True)
     SchedulerServicer(loop, bench.requests)._abort(abort, Reader(second, Handle(9)))
     second.outbox.add_credit(100)

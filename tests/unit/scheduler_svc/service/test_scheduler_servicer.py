@@ -29,7 +29,7 @@ WORKER = worker_pb2.WorkerInfo(
 async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_another_one_replaces_it():
     # A scheduler with a worker that sends it no steps.
     loop, requests = make_step_loop(Scheduler(make_config()))
-    loop.replica, loop.is_attached = replica_info(WORKER), True
+    loop.replica.info, loop.replica.is_attached = replica_info(WORKER), True
     servicer = SchedulerServicer(loop, requests)
     hello = scheduler_pb2.Hello(protocol=SCHEDULER_PROTOCOL.message(), gateway_id="gateway-a")
 
@@ -58,11 +58,11 @@ async def test_a_stream_takes_requests_though_its_gateway_does_not_read_until_an
 
     first, unread = await connect()
     await submit(first, 1)
-    assert loop.num_live == 1
+    assert loop.replica.num_live == 1
     _, answers = await connect()
     await submit(first, 2)
     # The gateway has no grace period, so its first request has ended, and none came after it.
-    assert loop.num_live == 0
+    assert loop.replica.num_live == 0
     assert [answer async for answer in unread] == []
     await answers.aclose()
 
@@ -71,11 +71,11 @@ async def test_who_watches_the_cache_learns_at_once_that_it_was_reset():
     scheduler = Scheduler(make_config())
     loop, requests = make_step_loop(scheduler)
     told: list[CacheChanges] = []
-    loop.cache.follow(scheduler)
-    loop.cache.watch(lambda changes, config: told.append(changes))
+    loop.replica.cache.follow(scheduler)
+    loop.replica.cache.watch(lambda changes, config: told.append(changes))
     content = BlockHash(bytes(32))
     scheduler.restore_sealed([(BlockId(1), content)])
-    loop.cache.tell()
+    loop.replica.cache.tell()
     servicer = SchedulerServicer(loop, requests)
     await servicer.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(), cast(grpc.aio.ServicerContext, None))
     assert told[-1].removed == [content]

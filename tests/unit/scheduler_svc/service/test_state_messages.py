@@ -43,8 +43,8 @@ async def turns_of(coroutine) -> tuple[object, int]:
 async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, scheduler, monkeypatch, what):
     async def answer():
         if what == "blocks":
-            return await blocks_message(loop, None)
-        return await state_message(loop, include_sequences=True, num_gateways=0)
+            return await blocks_message(scheduler, None)
+        return await state_message(loop.replica, loop.lifecycle, include_sequences=True, num_gateways=0)
 
     whole, _ = await turns_of(answer())
     monkeypatch.setattr(gateway_messages, "_BLOCKS_AT_ONCE", 16)

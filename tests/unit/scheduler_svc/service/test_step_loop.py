@@ -12,11 +12,10 @@ from quire.rpc.errors import Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
-from scheduler_svc.service import step_loop, worker_link
-from scheduler_svc.service.awaited import Awaited
+from scheduler_svc.service import replica, worker_link
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.refusals import RetryAdvisor
-from scheduler_svc.service.step_loop import StepLoop
+from scheduler_svc.service.step_loop import PendingOrders, StepLoop
 from scheduler_svc.service.worker_link import WorkerHangsError
 from tests.support.core_driver import make_config, make_request
 from tests.support.step_loop import make_step_loop
@@ -33,8 +32,8 @@ def metrics() -> SchedulerMetrics:
 def loop(metrics) -> StepLoop:
     """A loop whose requests 1 and 2, of 1 and 2 sequences, wait."""
     loop, _ = make_step_loop(Scheduler(make_config()), metrics)
-    loop.submit(make_request(1))
-    loop.submit(make_request(2, num_sequences=2))
+    loop.replica.submit(make_request(1))
+    loop.replica.submit(make_request(2, num_sequences=2))
     return loop
 
 
@@ -43,23 +42,23 @@ def num_aborted(metrics: SchedulerMetrics) -> float:
 
 
 async def test_aborted_requests_count_once_each_with_their_last_sequence_and_leave_places(loop, metrics):
-    assert loop.retry.retry_after_ms(time.monotonic()) == UNKNOWN_MS
+    assert loop.replica.retry.retry_after_ms(time.monotonic()) == UNKNOWN_MS
     for request, counted in ((1, True), (1, False)):
-        assert loop.abort(make_request(request).key) == counted
+        assert loop.replica.abort(make_request(request).key) == counted
         assert num_aborted(metrics) == 1
     for index, expected in ((0, 1), (0, 1), (1, 2), (1, 2)):
-        loop.abort_sequence(make_request(2).key, index)
+        loop.replica.abort_sequence(make_request(2).key, index)
         assert num_aborted(metrics) == expected
-    assert loop.retry.retry_after_ms(time.monotonic()) < UNKNOWN_MS
-    assert loop.num_live == 0
-    assert await loop.drain(timeout_s=None) == 0
+    assert loop.replica.retry.retry_after_ms(time.monotonic()) < UNKNOWN_MS
+    assert loop.replica.num_live == 0
+    assert await loop.lifecycle.drain(timeout_s=None) == 0
 
 
 async def test_an_abort_has_the_next_step_planned(loop):
     """Its blocks may be what another request waits for, and no worker's answer may be under way."""
-    loop._wake.clear()
-    assert loop.abort(make_request(1).key)
-    assert loop._wake.is_set()
+    loop.replica.wake.clear()
+    assert loop.replica.abort(make_request(1).key)
+    assert loop.replica.wake.is_set()
 
 
 class Link:
@@ -76,15 +75,15 @@ class Link:
 
     async def send(self, plan: StepPlan) -> None:
         self.sent.append(plan.step_id)
-        self._loop._offers.append(b"another offer")
+        self._loop.replica.unsent_offers.append(b"another offer")
 
 
 async def test_what_is_offered_is_told_before_a_step_that_may_take_its_room(loop):
     """A worker does not send blocks that were written since they were offered."""
     link: Any = Link(loop)
-    loop._offers.append(b"an offer")
-    loop._wake.set()
-    sending = asyncio.create_task(loop._send_steps(link))
+    loop.replica.unsent_offers.append(b"an offer")
+    loop.replica.wake.set()
+    sending = asyncio.create_task(loop._send_steps(link, loop.replica.scheduler))
     await asyncio.sleep(0.01)
     sending.cancel()
     assert link.sent == [b"an offer", 1, b"another offer", 2, b"another offer"]
@@ -96,58 +95,57 @@ SECOND_LOOK_S = LATE_S + 2 * LAST_LOOK_S
 
 
 @pytest.fixture
-def awaited() -> Awaited:
-    awaited = Awaited(TIMEOUT_S)
-    awaited.clear(0.0)
-    return awaited
+def pending() -> PendingOrders:
+    pending = PendingOrders(TIMEOUT_S)
+    pending.clear(0.0)
+    return pending
 
 
-def test_the_oldest_is_late_by_a_second_look(awaited):
+def test_the_oldest_is_late_by_a_second_look(pending):
     """If scheduler or worker stood still, its answer may come right after the first heartbeat."""
-    assert awaited.late(1e6) is None
-    awaited.sent(1, 0.0)
-    assert awaited.answered(1, 5.0) == 5.0
-    assert awaited.late(1e6) is None
-    awaited.clear(0.0)
-    awaited.sent(1, 0.0)
-    awaited.sent(2, 0.0)
-    assert awaited.late(LATE_S) is None
-    assert awaited.late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
+    assert pending.find_late(1e6) is None
+    pending.record_sent(1, 0.0)
+    assert pending.record_answer(1, 5.0) == 5.0
+    assert pending.find_late(1e6) is None
+    pending.clear(0.0)
+    pending.record_sent(1, 0.0)
+    pending.record_sent(2, 0.0)
+    assert pending.find_late(LATE_S) is None
+    assert pending.find_late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
 
 
 def test_a_step_that_is_overdue_is_told_with_the_address_of_its_worker(loop):
-    link: Any = SimpleNamespace(address="w:1")
-    loop._steps.sent(1, 0.0)
+    loop._steps.record_sent(1, 0.0)
     for now in (59.0, 61.0, 61.1):
-        loop._check_progress(now, link)
+        loop._check_progress(now, "w:1")
     with pytest.raises(WorkerHangsError, match=r"^worker w:1 has not answered a step for 61\.5 s$"):
-        loop._check_progress(61.5, link)
+        loop._check_progress(61.5, "w:1")
 
 
-def test_what_waited_for_the_one_before_has_its_own_time(awaited):
-    awaited.sent(1, 0.0)
-    awaited.sent(2, 0.0)
-    assert awaited.late(LATE_S) is None
-    awaited.answered(1, LATE_S)
-    assert awaited.late(SECOND_LOOK_S) is None
-    assert awaited.late(LATE_S + LATE_S) is None
-    assert awaited.late(LATE_S + SECOND_LOOK_S) == (2, pytest.approx(SECOND_LOOK_S))
+def test_what_waited_for_the_one_before_has_its_own_time(pending):
+    pending.record_sent(1, 0.0)
+    pending.record_sent(2, 0.0)
+    assert pending.find_late(LATE_S) is None
+    pending.record_answer(1, LATE_S)
+    assert pending.find_late(SECOND_LOOK_S) is None
+    assert pending.find_late(LATE_S + LATE_S) is None
+    assert pending.find_late(LATE_S + SECOND_LOOK_S) == (2, pytest.approx(SECOND_LOOK_S))
 
 
-def test_answers_to_later_ones_give_the_oldest_no_more_time(awaited):
-    awaited.sent(1, 0.0)
+def test_answers_to_later_ones_give_the_oldest_no_more_time(pending):
+    pending.record_sent(1, 0.0)
     for number in range(2, 100):
-        awaited.sent(number, float(number))
-        awaited.answered(number, float(number))
-    assert awaited.late(LATE_S) is None
-    assert awaited.late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
+        pending.record_sent(number, float(number))
+        pending.record_answer(number, float(number))
+    assert pending.find_late(LATE_S) is None
+    assert pending.find_late(SECOND_LOOK_S) == (1, SECOND_LOOK_S)
 
 
-def test_with_other_workers_all_begins_anew(awaited):
-    awaited.sent(1, 0.0)
-    awaited.clear(LATE_S)
-    awaited.sent(1, LATE_S)
-    assert awaited.late(SECOND_LOOK_S) is None
+def test_with_other_workers_all_begins_anew(pending):
+    pending.record_sent(1, 0.0)
+    pending.clear(LATE_S)
+    pending.record_sent(1, LATE_S)
+    assert pending.find_late(SECOND_LOOK_S) is None
 
 
 @pytest.mark.parametrize(
@@ -175,39 +173,39 @@ def test_the_advice_to_come_back_is_the_pace_of_recent_ends(ends, now, expected)
 
 async def test_a_sleep_that_a_drain_ends_does_not_say_that_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, _ = make_step_loop(Scheduler(make_config()))
-    loop.replica, loop.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
-    loop._sleep.is_detached.set()
+    loop.replica.info, loop.replica.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
+    loop.lifecycle._detached.set()
     passed: list[asyncio.Task[None]] = []
 
     async def drained(*arguments: Any, **named: Any) -> None:
-        await loop.drain(0.0)
+        await loop.lifecycle.drain(0.0)
         # No worker is attached while it may be about to end.
-        passing = asyncio.create_task(loop._sleep.pass_by())
+        passing = asyncio.create_task(loop.lifecycle.wait_until_awake())
         await asyncio.sleep(0)
         assert not passing.done()
         passed.append(passing)
 
-    monkeypatch.setattr(step_loop, "release_memory", drained)
+    monkeypatch.setattr(replica, "release_memory", drained)
     with pytest.raises(Unavailable, match="drains"):
-        await loop.sleep(discard_weights=True)
-    assert (loop.is_asleep, loop.loading) == (False, None)
+        await loop.lifecycle.sleep(discard_weights=True)
+    assert (loop.lifecycle.is_asleep, loop.lifecycle.loading) == (False, None)
     await passed[0]
 
 
 async def test_a_second_sleep_that_fails_leaves_the_replica_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, _ = make_step_loop(Scheduler(make_config()))
-    loop.replica, loop.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
-    loop._sleep.is_detached.set()
+    loop.replica.info, loop.replica.is_attached = cast(Any, SimpleNamespace(device="cpu")), True
+    loop.lifecycle._detached.set()
 
     async def release(*arguments: Any, discard_weights: bool) -> None:
         if discard_weights:
             raise Unavailable("a worker is gone")
 
-    monkeypatch.setattr(step_loop, "release_memory", release)
-    await loop.sleep(discard_weights=False)
+    monkeypatch.setattr(replica, "release_memory", release)
+    await loop.lifecycle.sleep(discard_weights=False)
     with pytest.raises(Unavailable, match="gone"):
-        await loop.sleep(discard_weights=True)
-    assert loop.is_asleep
+        await loop.lifecycle.sleep(discard_weights=True)
+    assert loop.lifecycle.is_asleep
 
 
 async def test_a_rank_is_told_where_another_one_cannot_give_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,16 +84,6 @@ def test_longer_sequences_and_all_in_their_company_are_rotated_as_the_longest(
     assert_serves_each_like(model, expected, served, 9, ORIGINAL, ORIGINAL + 1)
 
 
-def test_longrope_has_the_logits_of_transformers_for_every_sequence_that_is_longer_than_the_original(
-    tmp_path: Path,
-) -> None:
-    reference, model = make_model(tmp_path, SCALED["phi3-longrope"]), load(tmp_path, LONGEST)
-    for length in (ORIGINAL + 1, 50, LONGEST):
-        (sequence,) = make_sequences(length)
-        found = PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, length))
-        torch.testing.assert_close(found, logits_of(reference, sequence), rtol=1e-4, atol=1e-4)
-
-
 def test_a_file_of_gguf_follows_the_same_rule(tmp_path: Path) -> None:
     reference = make_model(tmp_path / "model", SCALED["phi3-longrope"])
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model")

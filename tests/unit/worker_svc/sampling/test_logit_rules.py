@@ -6,15 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    LogitsProcessorList,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
 
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling import logit_rules
@@ -130,11 +121,11 @@ RULES: list[dict[str, Any]] = [
     {"min_tokens": 6, "stop_token_ids": [0, 7]},
     {"first_excluded": [3, 7]},
     {"sequence_biases": [([7], 2.5), ([7], -1.0), ([2, 7, 11], -4.0), ([3, *OUTPUT, 20], -np.inf), ([9] * 40, 1.0)]},
-    {"bad_sequences": [[7, 12]], "sequence_biases": [([7, 12], 3.0), ([4, 3, *OUTPUT, 12], 1.0)]},
+    {"bad_sequences": [[7, 12]], "sequence_biases": [([7, 12], 3.0), ([4, 3, *OUTPUT, 12], 1.0), ([1, 2, 7, 9], 2.0)]},
     *({"no_repeat_ngram_size": size} for size in (1, 2, 3, 5, 9, 10, 11, 2**31)),
     {
         "first_excluded": [2],
-        "sequence_biases": [([2, 7, 9], 3.0), ([3, 7, 7, 10], -2.0)],
+        "sequence_biases": [([2, 7, 9], 3.0), ([2, 7, 7], 1.5), ([3, 7, 7, 10], -2.0)],
         "no_repeat_ngram_size": 2,
         "allowed_token_ids": [2, 3, 7, 8, 9, 10],
         "bias_token_ids": [2, 9],
@@ -154,47 +145,9 @@ def test_a_rule_does_what_its_definition_says(rules: dict[str, Any]) -> None:
     assert_as_the_oracle_says([Row(PROMPT, OUTPUT, rules)])
 
 
-MODEL_RULES: dict[str, Any] = {
-    "bias_token_ids": [4, 9],
-    "bias_values": [-np.inf, -np.inf],
-    "first_excluded": [5, 6],
-    "sequence_biases": [([7], 1.5), ([7, 8], 4.0), ([3, 3, 7], -2.0), ([7, 7, 1], -np.inf), ([11], -np.inf)],
-    "no_repeat_ngram_size": 3,
-    "repetition_penalty": 1.2,
-}
-
-
-def test_the_rules_of_a_model_are_the_processors_of_transformers() -> None:
-    """In the order in which `generate` applies them, for random texts of all lengths with few different tokens."""
-    generator = np.random.default_rng(3)
-    texts = [generator.integers(1, 9, length).tolist() for length in (1, 2, 3, 4, 7, 12, 23)]
-    for num_output in (0, 1, 2):
-        rows = [Row(text[: len(text) - num_output], text[len(text) - num_output :], MODEL_RULES) for text in texts]
-        rows = [row for row in rows if row.prompt]
-        logits = make_logits(len(rows), seed=num_output)
-        found = ruled_logits(rows, logits)
-        for row, line, ours in zip(rows, logits, found, strict=True):
-            ids: Any = torch.tensor([row.tokens])
-            scores: Any = line[None].clone()
-            expected = transformers_processors(len(row.prompt))(ids, scores)
-            np.testing.assert_allclose(ours, expected[0].numpy(), rtol=1e-5, atol=1e-5)
-
-
-def transformers_processors(num_prompt_tokens: int) -> LogitsProcessorList:
-    return LogitsProcessorList(
-        [
-            SequenceBiasLogitsProcessor([[[7], 1.5], [[7, 8], 4.0], [[3, 3, 7], -2.0]]),
-            RepetitionPenaltyLogitsProcessor(1.2),
-            NoRepeatNGramLogitsProcessor(3),
-            NoBadWordsLogitsProcessor([[7, 7, 1], [11]]),
-            SuppressTokensLogitsProcessor([4, 9]),
-            SuppressTokensAtBeginLogitsProcessor([5, 6], num_prompt_tokens),
-        ]
-    )
-
-
 def test_rows_with_and_without_rules_do_not_touch_each_other() -> None:
-    rows = [Row(PROMPT[:length], OUTPUT[: 5 - length], rules) for length in (1, 3, 5) for rules in [*RULES, {}]]
+    lengths = [(1, 4), (3, 2), (5, 0), (2, 1), (5, 5)]
+    rows = [Row(PROMPT[:prompt], OUTPUT[:output], rules) for prompt, output in lengths for rules in [*RULES, {}]]
     assert_as_the_oracle_says(rows)
 
 

@@ -56,7 +56,7 @@ class RecordingStore:
 
 @pytest.mark.parametrize("num_others", [0, 1])
 async def test_a_change_during_a_look_wakes_its_reader_whoever_looks_then(monkeypatch, num_others):
-    monkeypatch.setattr(background, "_RENEW_S", 600.0)
+    monkeypatch.setattr(background, "RENEW_S", 600.0)
     store = SlowStore()
     responses = BackgroundResponses(*(cast(Any, each) for each in (None, store, None, None)))
 
@@ -88,13 +88,13 @@ async def test_what_is_taken_over_in_the_moment_of_the_stop_is_given_up():
     store, row = RecordingStore(), SimpleNamespace(tenant="tenant", id="resp_1")
     responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
     looking = asyncio.create_task(responses._look_after())
-    await store.answer("renew", [])
-    taken = await store.asked("take_over")
+    await store.answer("renew", {})
+    taken = await store.asked("take")
     await responses.stop_runs()
     taken.set_result([row])
     await store.answer("give_up", None)
     await looking
-    assert store.arguments["give_up"] == ([("tenant", "resp_1")],)
+    assert store.arguments["give_up"] == (["resp_1"],)
     assert not responses._runs
 
 

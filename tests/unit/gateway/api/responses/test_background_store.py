@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway.api.responses import background_store
+from gateway import leased_table
 from gateway.api.responses.background_store import (
     CANCELLED,
     COMPLETED,
@@ -47,10 +47,10 @@ def test_the_last_state_of_a_response_counts(store, is_cancelled):
 
 
 def test_a_gateway_fails_no_response_that_another_one_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(background_store, "LEASE_S", -1.0)
+    monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
     this, other = (BackgroundStore(tmp_path / "store", name, 10_000) for name in ("this", "other"))
     add(this, "first")
-    assert [row.id for row in other.take_over(1)] == ["first"]
+    assert [row.id for row in other.take(1)] == ["first"]
     assert not this.end(TENANT, "first", FAILED, lambda events, number: (b"{}", EVENT), this.owner)
     assert other.end(TENANT, "first", FAILED, lambda events, number: (b"{}", EVENT), other.owner)
     for each in (this, other):
@@ -79,7 +79,7 @@ def test_responses_that_run_leave_room_for_those_that_ended_and_for_other_tenant
 
 
 def test_room_is_made_without_reading_requests_and_answers(store):
-    plan = store._database.execute("EXPLAIN QUERY PLAN SELECT coalesce(sum(bytes), 0) FROM background").fetchall()
+    plan = store.rows("EXPLAIN QUERY PLAN SELECT coalesce(sum(bytes), 0) FROM background")
     assert "COVERING INDEX" in plan[0][3]
     of_tenants = f"SELECT tenant, count(*), sum(bytes) FROM background WHERE status IN {RUNNING} GROUP BY tenant"
-    assert "COVERING INDEX" in store._database.execute(f"EXPLAIN QUERY PLAN {of_tenants}").fetchall()[0][3]
+    assert "COVERING INDEX" in store.rows(f"EXPLAIN QUERY PLAN {of_tenants}")[0][3]

@@ -1,0 +1,134 @@
+"""The replicas by address: which of them are ready, which may take a request, and which is the best choice."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+from gateway.replicas.events import Welcome
+from gateway.replicas.live import LiveRequest
+from gateway.replicas.members import Members
+from gateway.replicas.replica import Replica
+from gateway.replicas.roles import Stage
+from gateway.replicas.routing import Router, loads_of
+from quire.rpc.errors import Unavailable
+
+
+class ReplicaTable:
+    """The replicas of the gateway.
+
+    Attributes:
+        links: The stream to each scheduler, by address. They change with the answers for DNS names.
+        long_prompt: The number of uncached tokens from which a prompt is long.
+    """
+
+    def __init__(self, members: Members, router: Router) -> None:
+        self._members = members
+        self._router = router
+        self.links = members.links
+        self.long_prompt = router.long_prompt
+        self._replicas = {address: Replica(link) for address, link in self.links.items()}
+        # Set while at least one scheduler is connected.
+        self._some_connected = asyncio.Event()
+        # Set while at least one replica is ready, and while no replica is ready.
+        self._some_ready = asyncio.Event()
+        self._none_ready = asyncio.Event()
+        self._none_ready.set()
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(list(self._replicas.values()))
+
+    def get(self, address: str | None) -> Replica | None:
+        """The replica with this address; None if it was removed, or if no address is given."""
+        return None if address is None else self._replicas.get(address)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a connected replica runs steps now. Requests are placed on connected replicas in any case."""
+        return self._some_ready.is_set()
+
+    @property
+    def num_connected(self) -> int:
+        return sum(each.link.is_connected for each in self)
+
+    @property
+    def welcomes(self) -> list[Welcome]:
+        """The properties of the connected replicas; if there are none, the last known ones."""
+        known = [each.link for each in self if each.link.welcome is not None]
+        live = [link for link in known if link.is_connected]
+        return [link.welcome for link in live or known if link.welcome is not None]
+
+    @property
+    def durable_grace_s(self) -> float:
+        """Seconds for which schedulers keep durable requests without a reader."""
+        return max((welcome.durable_grace_s for welcome in self.welcomes), default=0.0)
+
+    async def wait_until_ready(self) -> None:
+        await self._some_ready.wait()
+
+    async def wait_until_not_ready(self) -> None:
+        """Waits until no replica is ready."""
+        await self._none_ready.wait()
+
+    async def wait_until_known(self, patience_s: float) -> list[Welcome]:
+        """The welcomes, at once if a scheduler was ever reached, else as soon as the first scheduler is reached.
+
+        Raises:
+            Unavailable: no scheduler was reached within `patience_s`.
+        """
+        if not self.welcomes:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._some_connected.wait()
+            except TimeoutError:
+                message = f"no scheduler was reached within {patience_s:g} s, nor before"
+                raise self.no_scheduler_error(message) from None
+        return self.welcomes
+
+    def no_scheduler_error(self, message: str) -> Unavailable:
+        """The error if no scheduler is available, with the progress of a scheduler whose workers load the model."""
+        loading = next((each.link.loading for each in self if each.link.loading is not None), None)
+        if loading is None:
+            return Unavailable(message, reason="NO_SCHEDULER")
+        message = f"{message}; the model is being loaded: {loading}"
+        return Unavailable(message, reason="NO_SCHEDULER", metadata=loading.metadata())
+
+    def _update_readiness(self) -> None:
+        set_event, cleared = self._some_ready, self._none_ready
+        if not any(each.link.is_ready for each in self):
+            set_event, cleared = cleared, set_event
+        set_event.set()
+        cleared.clear()
+
+    def accepting(self) -> list[Replica]:
+        """The replicas that accept new requests."""
+        accepting = [each for each in self if each.link.is_connected and not each.rejects_new]
+        return [each for each in accepting if self._members.is_listed(each.address)] or accepting
+
+    def candidates(self, live: LiveRequest) -> list[Replica]:
+        """The replicas that may get a request: ready replicas, else connected ones, which queue it. If there are none,
+        a request that was accepted before may go to a draining replica, preferably the last one that had it."""
+        fitting = [each for each in self.accepting() if each.can_run(live)]
+        if not fitting:
+            fitting = [each for each in self if each.can_take_back(live)]
+            if last := [each for each in fitting if each.address == live.last_replica]:
+                return last
+        return [each for each in fitting if each.link.is_ready] or fitting
+
+    def choose(self, live: LiveRequest, replicas: Sequence[Replica]) -> tuple[Replica, int]:
+        """The best of these replicas, and the number of prompt tokens that it is not known to have cached."""
+        hints = {each.address: each.expected_tokens for each in replicas}
+        loads = loads_of({each.address: each.work.num_requests for each in replicas}, hints)
+        candidates = {each.address: each.as_candidate(loads[each.address]) for each in replicas}
+        known = {address: each for address, each in candidates.items() if each is not None}
+        request = live.request
+        adapter = None if request.adapter is None else request.adapter.digest
+        chosen = self._router.choose(
+            request.prompt_token_ids, request.tenant, known, adapter, request.cache_salt, next_stage(live)
+        )
+        return self._replicas[chosen.replica], chosen.num_new_tokens
+
+
+def next_stage(live: LiveRequest) -> Stage:
+    """The next stage of a request. A request that chooses among candidate sequences does not move before its end."""
+    if live.request.chooses:
+        return Stage.STAY
+    return Stage.STREAM if live.num_generated_tokens else Stage.PROMPT
