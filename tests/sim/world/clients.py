@@ -244,9 +244,9 @@ class _SubmitsOnce(Resumption):
         self._lost_since = None
         return Resumption.accept(self, event)
 
-    def found(self) -> None:
+    def record_accepted(self) -> None:
         self._lost_since = None
-        Resumption.found(self)
+        Resumption.record_accepted(self)
 
     def call(self) -> Any:
         if self._runs and not self._is_submitted:
