@@ -32,7 +32,6 @@ _LARGE = 128_000
 _SPECIAL = ("<pad>", "<s>", "</s>")
 _EOS = 2
 _MAX_TOKENS = 200
-_ANSWERS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

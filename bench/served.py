@@ -3,16 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quire.load import LoadRequest, Report, make_report, sharegpt, take
+from quire.load import LoadRequest, Report, make_report
 from quire_cli.bench.driver import Driver, Pacing
 from quire_cli.bench.grpc_client import GrpcServer
 
 _TIMEOUT_S = 900
-
-
-def chat_like(num_requests: int, scale: float, longest: int, seed: int, vocab_size: int = 1000) -> list[LoadRequest]:
-    """Requests with ShareGPT's lengths times `scale`; another seed gives other tokens and lengths."""
-    return take(sharegpt(longest, vocab_size, scale), num_requests, seed)
 
 
 async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:

@@ -24,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # before its imports also to the imports of workers.
         os.nice(settings.niceness)
         with imports_that_stay():
-            from gateway.app import serve
+            from gateway.app import import_fronts, serve
+
+            import_fronts(settings.served_fronts)
         level, form = settings.log_level, settings.log_format
         begin_logging("gateway", level, form, GatewaySettings, os.environ, program=_PROGRAM)
         await serve(settings)

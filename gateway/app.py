@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import gc
+import importlib
 import logging
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,18 +14,11 @@ from typing import Self
 
 import grpc.aio
 
-from gateway.api.batches.calls import CallReader
-from gateway.api.batches.lines import BatchLimits
-from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchStore
+from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
-from gateway.api.grpc.servicers import GenerationServicer, ModelServicer, PrefixServicer
-from gateway.api.kserve.inference_servicer import KServeServicer, UnservedMethods
-from gateway.api.responses.background import BackgroundResponses
-from gateway.api.responses.background_store import BackgroundStore
-from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
-from gateway.api.ui.history import LoadHistory
+from gateway.api.front import Front, FrontContext
+from gateway.api.grpc.front import open_front as open_grpc
+from gateway.api.shared_routes import shared_routes
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
@@ -37,15 +31,12 @@ from gateway.request.body_memory import BodyMemory
 from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.served_model import ServedModel
-from gateway.request.text_service import TextService
 from gateway.server.connections import HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
-from gateway.server.http import body_limits_of, make_http_app
+from gateway.server.http import make_http_app, probe_routes
 from gateway.settings import GatewaySettings
 from gateway.turns import TenantTurns
 from gateway.vllm_metrics import VllmMetrics
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
-from quire.inference import open_inference_pb2
 from quire.model_files.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
@@ -57,11 +48,6 @@ from quire.runtime.failpoint import failpoint
 from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import Tracer, open_tracer
 
-_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-_MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
-_PREFIX = prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]
-_KSERVE = open_inference_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"]
-_SERVICE_NAMES = [service.full_name for service in (_GENERATION, _MODEL, _PREFIX, _KSERVE)]
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
 _RETURN_MEMORY_EVERY_S = 2.0
@@ -94,47 +80,28 @@ class Gateway:
         authenticator: Authenticates callers.
     """
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        generator: Generator,
-        ledger: Ledger,
-        authenticator: Authenticator,
-        rpc: RpcServer,
-        http: HttpServer,
-        idle_calls: IdleCalls,
-        tracer: Tracer | None,
-        history: LoadHistory,
-        responses: ResponseStore,
-        background: BackgroundResponses,
-        batches: Batches | None,
-    ) -> None:
+    def __init__(self, context: FrontContext, rpc: RpcServer, http: HttpServer, idle_calls: IdleCalls) -> None:
         self.grpc_address = rpc.address
         self.http_address = http.address
         self.admin_address = None if rpc.admin is None else rpc.admin.address
-        self.authenticator = authenticator
-        self._generator = generator
-        self._ledger = ledger
+        self.authenticator = context.authenticator
+        self._generator = context.generator
+        self._ledger = context.ledger
         self._rpc = rpc
         self._http = http
         self._idle_calls = idle_calls
-        self._tracer = tracer
-        self._responses = responses
-        self._background_responses = background
-        self._batches = batches
-        self._hands_over = settings.hand_over
+        self._tracer = context.tracer
+        self._fronts = context.opened
+        self._hands_over = context.settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
-            asyncio.create_task(generator.replicas.run(), name="schedulers"),
+            asyncio.create_task(self._generator.replicas.run(), name="schedulers"),
             asyncio.create_task(self._report_readiness(), name="readiness"),
-            asyncio.create_task(authenticator.watch(), name="API keys"),
+            asyncio.create_task(self.authenticator.watch(), name="API keys"),
             asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
-            asyncio.create_task(background.run(), name="background responses"),
-            *([] if batches is None else [asyncio.create_task(batches.run(), name="batches")]),
+            *(asyncio.create_task(run(), name=name) for front in self._fronts for name, run in front.tasks.items()),
         ]
-        if settings.ui:
-            self._background.append(asyncio.create_task(history.run(), name="history of the load"))
 
     @classmethod
     async def start(
@@ -145,6 +112,7 @@ class Gateway:
         Raises:
             ConfigurationError: the model directory, a file or an address cannot be used; the message has one line.
         """
+        open_fronts = import_fronts(settings.served_fronts)
         gateway_id = f"gateway-{entropy.random_hex(6)}"
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
@@ -157,39 +125,25 @@ class Gateway:
         generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
         await generator.adapters.open(settings.adapters)
         authenticator = _make_authenticator(settings, metrics)
-        rule = FieldRule(settings.strict_fields, metrics.count_ignored_fields)
-        kserve = KServeServicer(generator, rule)
         turns = TenantTurns()
-        started_at_s = int(clock.unix_s())
-        history = LoadHistory(generator.replicas.links, gateway_id)
-        responses = open_store(settings.response_store, settings.max_stored_response_bytes)
-        background = BackgroundResponses(
-            generator,
-            BackgroundStore(sqlite_path(settings.response_store), gateway_id, settings.max_stored_response_bytes),
-            authenticator,
-            partial(ResponseCall.of_kept, store=responses),
-        )
-        batches = _open_batches(
+        rule = FieldRule(settings.strict_fields, metrics.count_ignored_fields)
+        entries = EntryLimits(settings.max_chat_messages)
+        context = FrontContext(
             settings,
-            generator,
-            authenticator,
-            CallReader(generator.model.name, body_limits_of(settings, turns, rule), responses),
             gateway_id,
-        )
-        app = make_http_app(
             generator,
-            kserve,
-            metrics,
+            ledger,
             authenticator,
-            settings,
-            turns,
-            rule,
-            history,
-            responses,
-            background,
-            batches,
-            started_at_s=started_at_s,
+            metrics,
+            tracer,
+            BodyLimits(settings.max_message_bytes, entries, turns, rule),
+            started_at_s=int(clock.unix_s()),
         )
+        shared = Front(routes=[*shared_routes(context), *probe_routes(generator, metrics)])
+        context.opened.extend([open_grpc(context), shared])
+        for open_front in open_fronts:
+            context.opened.append(open_front(context))
+        app = make_http_app(context)
         # Without key files all callers are one tenant.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
@@ -198,7 +152,7 @@ class Gateway:
         interceptors: list[grpc.aio.ServerInterceptor] = [
             # The outermost interceptor comes first.
             idle_calls,
-            AuthInterceptor(authenticator, _SERVICE_NAMES, metrics.count_refused_caller),
+            AuthInterceptor(authenticator, _service_names(context), metrics.count_refused_caller),
             SlowClientInterceptor(
                 bodies,
                 turns,
@@ -208,26 +162,13 @@ class Gateway:
             *([] if tracer is None else [TraceInterceptor()]),
         ]
         try:
-            rpc = await _start_rpc(settings, generator, kserve, gateway_id, interceptors, metrics, tls)
+            rpc = await _start_rpc(context, entries, interceptors, tls)
         except BaseException:
             http.close()
             raise
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
-        return cls(
-            settings,
-            generator,
-            ledger,
-            authenticator,
-            rpc,
-            http,
-            idle_calls,
-            tracer,
-            history,
-            responses,
-            background,
-            batches,
-        )
+        return cls(context, rpc, http, idle_calls)
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or a part of the gateway fails."""
@@ -248,9 +189,9 @@ class Gateway:
         failpoint("gateway.drain.begun")
         self._rpc.set_serving(False)
         self._generator.durable_reads.close()
-        await self._background_responses.stop_runs()
-        if self._batches is not None:
-            await self._batches.stop_runs()
+        for front in self._fronts:
+            if front.stop_runs is not None:
+                await front.stop_runs()
         if len(self._ledger):
             _logger.info("draining %d live requests", len(self._ledger))
         try:
@@ -265,7 +206,7 @@ class Gateway:
             for live in self._ledger:
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
         # All further calls are rejected. The connections to schedulers close afterwards.
-        self._generator.take_nothing_more()
+        self._generator.refuse_all_calls()
         self._idle_calls.end()
         self._http.stop()
         await asyncio.gather(self._rpc.stop(_STOP_GRACE_S), self._http_task, return_exceptions=True)
@@ -273,10 +214,9 @@ class Gateway:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
-        self._responses.close()
-        self._background_responses.close()
-        if self._batches is not None:
-            self._batches.store.close()
+        for front in self._fronts:
+            if front.close is not None:
+                front.close()
         self._generator.model.constraints.close()
         self._generator.model.chat.close()
         self._generator.model.executor.shutdown()
@@ -402,6 +342,15 @@ class _Tls:
         return [path for path in files if path is not None]
 
 
+def import_fronts(names: Sequence[str]) -> list[Callable[[FrontContext], Front]]:
+    """The functions that open the fronts. Only the packages of these fronts are imported."""
+    return [importlib.import_module(f"gateway.api.{name}.front").open_front for name in names]
+
+
+def _service_names(context: FrontContext) -> list[str]:
+    return [service.full_name for front in context.opened for service in front.servicers]
+
+
 def _make_generator(
     settings: GatewaySettings,
     path: Path,
@@ -448,36 +397,6 @@ def _make_generator(
     return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
 
 
-def _open_batches(
-    settings: GatewaySettings,
-    generator: Generator,
-    authenticator: Authenticator,
-    read_call: CallReader,
-    gateway_id: str,
-) -> Batches | None:
-    """The batches; None without a batch directory. Raises ConfigurationError if the directory cannot be used."""
-    if settings.batch_dir is None:
-        return None
-    return Batches(
-        generator,
-        BatchStore(settings.batch_dir, gateway_id, settings.max_batch_dir_bytes),
-        authenticator,
-        read_call,
-        BatchLimits(
-            settings.max_batch_requests,
-            settings.max_batch_file_bytes,
-            settings.max_message_bytes,
-            EntryLimits(settings.max_chat_messages),
-        ),
-        # A separate memory limit, so that batches take no memory from callers that wait for an answer.
-        BodyMemory(
-            settings.max_total_body_bytes // 4, settings.max_total_body_bytes // 8 if settings.keys_files else None
-        ),
-        gateway_id=gateway_id,
-        concurrency=settings.batch_concurrency,
-    )
-
-
 def _adapter_slots(replicas: Replicas) -> list[int]:
     return [each.max_adapters for each in replicas.welcomes]
 
@@ -507,27 +426,21 @@ def _warn_if_open(settings: GatewaySettings, *addresses: str, is_encrypted: bool
 
 
 async def _start_rpc(
-    settings: GatewaySettings,
-    generator: Generator,
-    kserve: KServeServicer,
-    gateway_id: str,
-    interceptors: Sequence[grpc.aio.ServerInterceptor],
-    metrics: GatewayMetrics,
-    tls: _Tls,
+    context: FrontContext, entries: EntryLimits, interceptors: Sequence[grpc.aio.ServerInterceptor], tls: _Tls
 ) -> RpcServer:
-    limits = EntryLimits(settings.max_chat_messages)
+    settings = context.settings
 
     def register(server: grpc.aio.Server) -> None:
-        add_service(server, _GENERATION, GenerationServicer(generator, TextService(generator)), limits)
-        add_service(server, _MODEL, ModelServicer(generator, gateway_id), limits)
-        add_service(server, _PREFIX, PrefixServicer(TextService(generator)), limits)
-        add_service(server, _KSERVE, kserve, limits)
-        server.add_generic_rpc_handlers((UnservedMethods(_KSERVE),))
+        for front in context.opened:
+            for service, servicer in front.servicers.items():
+                add_service(server, service, servicer, entries)
+        for front in context.opened:
+            server.add_generic_rpc_handlers(tuple(front.handlers))
 
     return await RpcServer.start(
         str(TcpAddress(settings.grpc_host, settings.grpc_port)),
         register,
-        _SERVICE_NAMES,
+        _service_names(context),
         max_message_bytes=settings.max_message_bytes,
         reuse_port=settings.reuse_port,
         local_socket=settings.local_socket,
@@ -541,5 +454,5 @@ async def _start_rpc(
             settings.max_connection_age or (_SHARED_CONNECTION_AGE_S if settings.hand_over else None),
         ),
         interceptors=interceptors,
-        on_call_end=metrics.grpc_calls.add,
+        on_call_end=context.metrics.grpc_calls.add,
     )

@@ -1,5 +1,7 @@
 """The gateway's flags."""
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +11,21 @@ from quire.runtime.settings import parse_bytes, setting
 from quire.service.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
 
 MAX_KEY_LENGTH = 512
+FRONTS: Mapping[str, Sequence[str]] = {
+    "openai": (),
+    "responses": ("response_store", "max_stored_response_bytes"),
+    "anthropic": (),
+    "kserve": (),
+    "batches": (
+        "batch_dir",
+        "batch_concurrency",
+        "max_batch_requests",
+        "max_batch_file_bytes",
+        "max_batch_dir_bytes",
+    ),
+    "ui": ("demo_socket", "demo"),
+}
+"""The fronts in the order in which they are opened, each with the settings that only it reads."""
 KILLABLE = ("worker", "scheduler")
 """Services that a demonstration may kill."""
 MEMORY, SQLITE = "memory", "sqlite:"
@@ -62,6 +79,12 @@ class ListenFlags(ServiceFlags):
         metavar="KEY",
         refuses_empty=True,
     )
+    fronts: tuple[str, ...] = setting(
+        tuple(FRONTS),
+        f"APIs to serve in addition to gRPC: {', '.join(FRONTS)}; paths of other APIs are unknown then, and their code "
+        "is not loaded",
+        metavar="FRONT",
+    )
     ui: bool = setting(True, "serve /ui, a page with chats, memory and load; with API keys, only operators may open it")
     open_metrics: bool = setting(False, "serve /metrics on the HTTP port without an API key")
     vllm_metric_names: bool = setting(
@@ -70,12 +93,18 @@ class ListenFlags(ServiceFlags):
     )
 
     @property
+    def served_fronts(self) -> list[str]:
+        """The fronts to open, in the order of `FRONTS`."""
+        return [each for each in FRONTS if each in self.fronts and (each != "ui" or self.ui)]
+
+    @property
     def requires_keys(self) -> bool:
         """Whether calls need a key."""
         return bool(self.keys_files or self.api_keys)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_fronts()
         if self.tls_client_auth and self.tls_dir is None:
             raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
         # The message omits the key, since it is logged.
@@ -83,6 +112,26 @@ class ListenFlags(ServiceFlags):
             raise ValueError("--api-key has a key that is empty, longer than 512 characters, or not printable ASCII")
         if (self.public_cert is None) != (self.public_key is None):
             raise ValueError("--public-cert and --public-key go together; give both, or none")
+
+    def _check_fronts(self) -> None:
+        for front in self.fronts:
+            if front not in FRONTS:
+                known = ", ".join(FRONTS)
+                raise ValueError(f"--fronts has {front!r}; name some of {known}, or leave --fronts out to serve all")
+        if "batches" in self.fronts and not {"openai", "responses"}.intersection(self.fronts):
+            raise ValueError(
+                "--fronts has batches, but neither openai nor responses, whose requests batches run; add one of them, "
+                "or leave batches out"
+            )
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
+        for front in (each for each in FRONTS if each not in self.fronts):
+            for name in FRONTS[front]:
+                if name in defaults and getattr(self, name) != defaults[name]:
+                    flag = f"--{name.replace('_', '-')}"
+                    fronts = ",".join(self.fronts) or "empty"
+                    raise ValueError(
+                        f"{flag} is set, but --fronts is {fronts}, without {front}; add {front}, or leave {flag} out"
+                    )
 
 
 @dataclass(frozen=True)

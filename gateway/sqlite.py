@@ -22,53 +22,12 @@ LOCK_TIMEOUT_S = 5.0
 _VERSION = 1
 
 
-class StoreThread:
-    """The thread of a store. Tenants take turns, so that no tenant waits for many calls of another one; the gateway's
-    own work, such as the renewal of leases, has turns, too. The calls of one tenant run in order."""
-
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, name)
-        self._lock = threading.Lock()
-        # Waiting work by tenant, in the order of the turns; None is the gateway itself.
-        self._waiting: OrderedDict[str | None, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
-
-    def open(self, opened: Callable[[], Found]) -> Found:
-        """Runs the first function in the thread and returns its result. Raises the function's error."""
-        return self._thread.submit(opened).result()
-
-    async def run(
-        self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
-    ) -> Found:
-        """Runs a function at its turn and returns the result; a cancelled call gives up its turn."""
-        future: Future[Found] = Future()
-        with self._lock:
-            self._waiting.setdefault(calling_tenant(), deque()).append((future, partial(work, *arguments, **named)))
-        asyncio.get_running_loop().run_in_executor(self._thread, self._do_next)
-        return await asyncio.wrap_future(future)
-
-    def close(self, last: Callable[[], object]) -> None:
-        """Runs all waiting work, then `last`, and ends the thread."""
-        self._thread.submit(last)
-        self._thread.shutdown(wait=False)
-
-    def _do_next(self) -> None:
-        """Runs the next function. Called once for each call of `run`."""
-        with self._lock:
-            tenant, queue = self._waiting.popitem(last=False)
-            future, work = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(work())
-            except BaseException as error:
-                future.set_exception(error)
-
-
 class Store:
     """An SQLite database: in memory, or in a file, which several gateways of a machine may have open.
 
-    All methods except `run` and `close` must run in the store's thread, in which `run` calls them.
+    All methods except `run` and `close` must run in the store's thread, in which `run` calls them. Tenants take turns,
+    so that no tenant waits for many calls of another one; the gateway's own work, such as the renewal of leases, has
+    turns, too. The calls of one tenant run in order.
 
     Attributes:
         tables: A script that makes the tables and indexes that the file does not have yet.
@@ -82,10 +41,13 @@ class Store:
         """Without a path the store is in memory. Raises ConfigurationError, which names the flag with its value, if the
         file cannot be used."""
         self._path = path
-        self._thread = StoreThread(type(self).__name__)
+        self._thread = ThreadPoolExecutor(1, type(self).__name__)
+        self._lock = threading.Lock()
+        # Waiting work by tenant, in the order of the turns; None is the gateway itself.
+        self._waiting: OrderedDict[str | None, deque[tuple[Future[Any], Callable[[], Any]]]] = OrderedDict()
         self._is_closed = False
         try:
-            self._thread.open(self._open)
+            self._thread.submit(self._open).result()
         except (OSError, sqlite3.Error) as error:
             raise ConfigurationError(f"{flag} cannot be used: {error}") from error
 
@@ -104,11 +66,29 @@ class Store:
     async def run(
         self, work: Callable[Arguments, Found], *arguments: Arguments.args, **named: Arguments.kwargs
     ) -> Found:
-        """Runs a function in the store's thread. Raises Unavailable if the database or its directory cannot be used."""
+        """Runs a function at its turn and returns the result; a cancelled call gives up its turn. Raises Unavailable if
+        the database or its directory cannot be used."""
+        future: Future[Found] = Future()
+        with self._lock:
+            self._waiting.setdefault(calling_tenant(), deque()).append((future, partial(work, *arguments, **named)))
+        asyncio.get_running_loop().run_in_executor(self._thread, self._do_next)
         try:
-            return await self._thread.run(work, *arguments, **named)
+            return await asyncio.wrap_future(future)
         except (OSError, sqlite3.Error) as error:
             raise self.unusable(error) from error
+
+    def _do_next(self) -> None:
+        """Runs the next function. Called once for each call of `run`."""
+        with self._lock:
+            tenant, queue = self._waiting.popitem(last=False)
+            future, work = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
 
     def unusable(self, error: Exception) -> Unavailable:
         """The error of a caller if the database cannot be used."""
@@ -118,7 +98,8 @@ class Store:
         """Ends the thread after its waiting work. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._thread.close(self._database.close)
+            self._thread.submit(self._database.close)
+            self._thread.shutdown(wait=False)
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """Runs a statement, and returns all its rows. Nothing of it remains open: no lock and no snapshot."""

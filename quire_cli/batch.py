@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from gateway.api.batches.lines import BatchLimits, read_lines
-from gateway.api.batches.routes import ENDPOINTS
 from gateway.api.batches.runner import ANSWER_BEGIN
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
@@ -30,6 +29,8 @@ from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
 from quire_cli.supervisor.server import report_on_stderr
 
 PROGRAM = "quire batch"
+_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_FRONTS = ("openai", "responses", "batches")
 _WINDOW_S = 365 * 24 * 3600
 _LOOK_S = 0.2
 _SHOWN_ERRORS = 10
@@ -86,8 +87,8 @@ def _endpoint_of(source: Path) -> str:
         url = json.loads(first)["url"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigurationError(f"{source} is not a batch: its first line has no url") from error
-    if url not in ENDPOINTS:
-        raise ConfigurationError(f"the first request is for {url!r:.80}; it must be for one of {', '.join(ENDPOINTS)}")
+    if url not in _ENDPOINTS:
+        raise ConfigurationError(f"the first request is for {url!r:.80}; it must be for one of {', '.join(_ENDPOINTS)}")
     return url
 
 
@@ -191,6 +192,7 @@ async def _run(
 ) -> int:
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ServeSettings)}
     own = {"grpc_port": 0, "http_port": 0, "batch_dir": directory, "keys_files": (), "api_keys": (), "config": None}
+    own |= {"fronts": _FRONTS, "demo": False}
     # The file is this user's own.
     own["max_batch_file_bytes"] = own["max_batch_dir_bytes"] = sys.maxsize
     store = BatchStore(directory, PROGRAM, sys.maxsize)

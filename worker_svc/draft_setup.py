@@ -1,4 +1,4 @@
-"""Makes the drafter of a worker, and the draft model, as its settings say."""
+"""The drafters and the draft model of a worker, which guess the next tokens (speculative decoding), by its settings."""
 
 from dataclasses import dataclass
 

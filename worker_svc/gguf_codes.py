@@ -1,5 +1,5 @@
-"""Quantizes weights to the number formats of GGUF files. The package `gguf` encodes the older formats and decodes all;
-the K-quants and IQ4 are encoded here, by a search for the scales that keep decoded numbers near the originals.
+"""Encodes weights in the quantized types of GGUF files. The package `gguf` encodes the older types and decodes all; the
+K-quants and IQ4 are encoded here, by a search for the scales that keep decoded numbers near the originals.
 
 A number of such a type is code * scale, or code * scale - minimum, and the scales of groups are codes too. For each
 group several scales are tried: each rounds the numbers to codes, and the codes have a best scale, by weighted least

@@ -188,10 +188,6 @@ def _is_retried(status: int) -> bool:
     return status in {408, 409, 429} or status >= 500
 
 
-def error_response(answer: ErrorAnswer, dialect: Dialect = OPENAI) -> Response:
-    return Response(dialect.error_body(answer), answer.status, dict(answer.headers), media_type="application/json")
-
-
 def error_handlers(
     dialect_of: Callable[[Scope], Dialect],
 ) -> dict[Any, Callable[[Request, Exception], Awaitable[Response]]]:
@@ -206,7 +202,8 @@ def error_handlers(
                 found = _of_http_exception(request, error)
             case _:
                 found = error_answer(error)
-        return error_response(found, dialect_of(request.scope))
+        body = dialect_of(request.scope).error_body(found)
+        return Response(body, found.status, dict(found.headers), media_type="application/json")
 
     return dict.fromkeys((QuireError, HttpError, HTTPException, ClientDisconnect), answer)
 

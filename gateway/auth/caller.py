@@ -14,6 +14,8 @@ from quire.runtime import clock
 DEFAULT_TENANT = "default"
 HIGHEST_PRIORITY = 100
 LOWEST_PRIORITY = -100
+OWN_SITES = ("same-origin", "none")
+"""Values of sec-fetch-site for this site's pages and for typed addresses; "same-site" is another port or subdomain."""
 
 _current: ContextVar["Caller"] = ContextVar("caller")
 

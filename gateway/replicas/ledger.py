@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,61 +174,29 @@ class Ledger:
         """
         outcome = Outcome(Arrivals(self._clock()))
         touched: list[LiveRequest] = []
-        self._apply_events(replica, (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed), outcome, touched)
+        for event in (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed):
+            self._apply_event(replica, event, outcome, touched)
         # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
         outcome.ended_here = [live for live in touched if live.await_usage()]
         outcome.sequences_ended_here = [
             (live, index) for live, index in outcome.sequences_ended_here if not live.is_over and not live.awaits_usage
         ]
-        self._apply_events(replica, (*batch.failed, *batch.moved), outcome, touched)
+        for event in (*batch.failed, *batch.moved):
+            self._apply_event(replica, event, outcome, touched)
         outcome.unknown_handles = {run.handle for run in batch.runs if self._find(replica, run.handle) is None}
         return outcome
 
-    def _apply_events(
-        self, replica: str, events: Sequence[RequestEvent], outcome: Outcome, touched: list[LiveRequest]
-    ) -> None:
-        for event in events:
-            live = self._find(replica, event.handle)
-            if live is None or live.is_over:
-                continue
-            try:
-                self._apply_event(live, event, outcome, touched)
-            except TokenGapError:
-                raise
-            except Exception as error:
-                live.fail_unexpectedly(error)
-                outcome.broken.append(live)
-
-    def _apply_event(
-        self, live: LiveRequest, event: RequestEvent, outcome: Outcome, touched: list[LiveRequest]
-    ) -> None:
-        match event:
-            case TokenRun():
-                if live.seconds_to_first_token is None:
-                    outcome.begun.append(live)
-                if live.accept(event, outcome.arrivals):
-                    touched.append(live)
-                    outcome.sequences_ended_here.append((live, event.sequence_index))
-            case PromptRun():
-                live.accept_prompt(event)
-            case SequenceEnded():
-                live.end_sequence(event)
-                touched.append(live)
-            case RequestEnded():
-                live.complete(event)
-                outcome.over.append(live)
-            case RequestFailed() if live.awaits_usage:
-                # The output was complete before: the failure concerns tokens after its end.
-                live.end_if_complete()
-                outcome.over.append(live)
-            case RequestMoved() if live.awaits_usage:
-                # A stop string has ended it, and the answer to the abort follows.
-                pass
-            case RequestMoved():
-                live.kv_source = event.source
-                outcome.moved.append(live)
-            case RequestFailed():
-                outcome.failed.append((live, _naming_adapter(event.error, live)))
+    def _apply_event(self, replica: str, event: RequestEvent, outcome: Outcome, touched: list[LiveRequest]) -> None:
+        live = self._find(replica, event.handle)
+        if live is None or live.is_over:
+            return
+        try:
+            _apply(live, event, outcome, touched)
+        except TokenGapError:
+            raise
+        except Exception as error:
+            live.fail_unexpectedly(error)
+            outcome.broken.append(live)
 
     def _find(self, replica: str, handle: int) -> LiveRequest | None:
         live = self._by_handle.get(handle)
@@ -243,6 +211,36 @@ class Ledger:
             self._last_handle = (self._last_handle + 1) % _END_OF_HANDLES
             if self._last_handle not in self._by_handle:
                 return self._last_handle
+
+
+def _apply(live: LiveRequest, event: RequestEvent, outcome: Outcome, touched: list[LiveRequest]) -> None:
+    match event:
+        case TokenRun():
+            if live.seconds_to_first_token is None:
+                outcome.begun.append(live)
+            if live.accept(event, outcome.arrivals):
+                touched.append(live)
+                outcome.sequences_ended_here.append((live, event.sequence_index))
+        case PromptRun():
+            live.accept_prompt(event)
+        case SequenceEnded():
+            live.end_sequence(event)
+            touched.append(live)
+        case RequestEnded():
+            live.complete(event)
+            outcome.over.append(live)
+        case RequestFailed() if live.awaits_usage:
+            # The output was complete before: the failure concerns tokens after its end.
+            live.end_if_complete()
+            outcome.over.append(live)
+        case RequestMoved() if live.awaits_usage:
+            # A stop string has ended it, and the answer to the abort follows.
+            pass
+        case RequestMoved():
+            live.kv_source = event.source
+            outcome.moved.append(live)
+        case RequestFailed():
+            outcome.failed.append((live, _naming_adapter(event.error, live)))
 
 
 def _naming_adapter(error: QuireError, live: LiveRequest) -> QuireError:

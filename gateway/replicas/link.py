@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Any, NamedTuple, Protocol, cast
 
 import grpc
@@ -44,22 +44,6 @@ _TURNS_OF_A_READER = 2
 # Detokenizing these takes a few milliseconds. A replayed durable output comes in messages of many more tokens.
 _TOKENS_AT_ONCE = 256
 _logger = logging.getLogger(__name__)
-
-
-class Backoff:
-    """Delays that double from 10 to 250 ms; jitter prevents many gateways from reconnecting at once."""
-
-    def __init__(self, uniform: Callable[[float, float], float] = entropy.uniform) -> None:
-        self._uniform = uniform
-        self._delay_s = _MIN_BACKOFF_S
-
-    def next_delay_s(self) -> float:
-        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, _MAX_BACKOFF_S)
-        return delay_s * self._uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        """Starts again at the shortest delay, after a success."""
-        self._delay_s = _MIN_BACKOFF_S
 
 
 class LinkListener(Protocol):
@@ -248,7 +232,7 @@ class SchedulerLink:
 
     async def run(self) -> None:
         """Connects, serves the stream and reconnects, until cancelled."""
-        backoff = Backoff()
+        backoff_s = _MIN_BACKOFF_S
         last_problem = None
         clock = asyncio.get_running_loop().time
         while True:
@@ -279,8 +263,10 @@ class SchedulerLink:
                 _logger.log(level, "scheduler %s: %s; connecting again", self.address, problem)
             self.problem, self.loading, last_problem = problem, loading, kind
             if was_connected and clock() - started_at >= _STABLE_AFTER_S:
-                backoff.reset()
-            await asyncio.sleep(backoff.next_delay_s())
+                backoff_s = _MIN_BACKOFF_S
+            # Jitter prevents many gateways from reconnecting at once.
+            await asyncio.sleep(backoff_s * entropy.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _run_stream(self) -> None:
         """Serves one stream from Hello to its end. Raises QuireError when it breaks."""

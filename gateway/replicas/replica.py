@@ -5,7 +5,6 @@ import asyncio
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.roles import Work
-from gateway.replicas.routing import Candidate
 from quire.messages.replica_role import ReplicaRole
 from quire.service.compatibility import are_of_one_start
 
@@ -57,12 +56,6 @@ class Replica:
         """Whether it can fetch KV blocks from another replica."""
         here, there = self.link.welcome, other.link.welcome
         return here is not None and there is not None and here.kv_namespace == there.kv_namespace != ""
-
-    def as_candidate(self, load: float) -> Candidate | None:
-        """The replica as the router sees it; None before the first welcome."""
-        if (welcome := self.link.welcome) is None:
-            return None
-        return Candidate(load, welcome.block_size, self.link.cached, welcome.role, self.work)
 
     @property
     def expected_tokens(self) -> list[int]:

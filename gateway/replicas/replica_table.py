@@ -8,7 +8,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.replicas.members import Members
 from gateway.replicas.replica import Replica
 from gateway.replicas.roles import Stage
-from gateway.replicas.routing import Router, loads_of
+from gateway.replicas.routing import Candidate, Router, loads_of
 from quire.rpc.errors import Unavailable
 
 
@@ -117,12 +117,15 @@ class ReplicaTable:
         """The best of these replicas, and the number of prompt tokens that it is not known to have cached."""
         hints = {each.address: each.expected_tokens for each in replicas}
         loads = loads_of({each.address: each.work.num_requests for each in replicas}, hints)
-        candidates = {each.address: each.as_candidate(loads[each.address]) for each in replicas}
-        known = {address: each for address, each in candidates.items() if each is not None}
+        candidates = {
+            each.address: Candidate(loads[each.address], welcome.block_size, each.link.cached, welcome.role, each.work)
+            for each in replicas
+            if (welcome := each.link.welcome) is not None
+        }
         request = live.request
         adapter = None if request.adapter is None else request.adapter.digest
         chosen = self._router.choose(
-            request.prompt_token_ids, request.tenant, known, adapter, request.cache_salt, next_stage(live)
+            request.prompt_token_ids, request.tenant, candidates, adapter, request.cache_salt, next_stage(live)
         )
         return self._replicas[chosen.replica], chosen.num_new_tokens
 

@@ -95,7 +95,7 @@ class Adapters:
         """The model that the adapter with this name adapts; None for a name of the model."""
         return None if name == self.model or name in self.aliases else self.model
 
-    def of(self, model: str | None) -> NamedAdapter | None:
+    def resolve(self, model: str | None) -> NamedAdapter | None:
         """The adapter with this name; None for the model itself. Raises InvalidArgument if the adapter is gone."""
         if model is None or self.parent_of(model) is None:
             return None

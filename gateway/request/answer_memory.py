@@ -164,8 +164,8 @@ class CallMemory:
         if self._error is not None:
             raise self._error
 
-    def end(self, error: QuireError) -> None:
-        """Ends the call by an error."""
+    def abort(self, error: QuireError) -> None:
+        """Ends the call and its requests by an error."""
         self._error = error
         for end in self._ends:
             end(error)
@@ -211,18 +211,18 @@ class AnswerMemory:
         if num_bytes <= 0:
             return
         if call.num_bytes > self.per_call:
-            self._end(call, f"the answer holds more than {shown_bytes(self.per_call)} (--max-answer-bytes)")
+            self._abort(call, f"the answer holds more than {shown_bytes(self.per_call)} (--max-answer-bytes)")
         elif use.num_bytes > self._per_key:
             limit = f"{shown_bytes(self._per_key)} (--max-key-answer-bytes)"
-            self._end(_largest(use), f"answers to this API key hold more than {limit}, this one most")
+            self._abort(_largest(use), f"answers to this API key hold more than {limit}, this one most")
         elif self.num_bytes > self._total:
             largest = max(self._keys.values(), key=lambda each: each.num_bytes)
             limit = f"{shown_bytes(self._total)} (--max-total-answer-bytes)"
-            self._end(_largest(largest), f"all answers hold more than {limit}, this one most")
+            self._abort(_largest(largest), f"all answers hold more than {limit}, this one most")
 
-    def _end(self, call: CallMemory, reason: str) -> None:
+    def _abort(self, call: CallMemory, reason: str) -> None:
         self._close(call)
-        call.end(FailedPrecondition(f"{reason}; {call.form.way_out}", reason="ANSWER_TOO_LARGE"))
+        call.abort(FailedPrecondition(f"{reason}; {call.form.way_out}", reason="ANSWER_TOO_LARGE"))
 
     def _close(self, call: CallMemory) -> None:
         use = self._keys.get(call.key)

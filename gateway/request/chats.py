@@ -57,7 +57,7 @@ async def prepare_chat(
     """
     text = await chat.render(prompt)
     thinking = chat.thinking_after(prompt, text)
-    offered = _Offered.of(prompt)
+    offered = _Offered.from_prompt(prompt)
     answer_format = AnswerFormat(
         _tool_format(chat, offered), chat.reasoning_format, thinking, offered.parsed if offered else ()
     )
@@ -92,7 +92,7 @@ class _Offered:
     is_single: bool
 
     @classmethod
-    def of(cls, prompt: ChatPrompt) -> "_Offered | None":
+    def from_prompt(cls, prompt: ChatPrompt) -> "_Offered | None":
         choice = prompt.tool_choice or ToolChoice()
         if not prompt.tools or choice.mode == TOOL_CHOICE_MODE_NONE:
             return None

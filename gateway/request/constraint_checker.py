@@ -84,7 +84,7 @@ class ConstraintChecker:
             verdict = kept[key]
         else:
             verdict = await self._compile(key, content, tenant)
-            self._keep(key, verdict, tenant)
+            self._cache(key, verdict, tenant)
         if verdict is not None:
             raise _refusal(verdict)
 
@@ -102,7 +102,7 @@ class ConstraintChecker:
             # Marks the error as retrieved: asyncio logs it otherwise if no caller waits any more.
             ended.exception()
 
-    def _keep(self, key: bytes, verdict: Verdict, tenant: str) -> None:
+    def _cache(self, key: bytes, verdict: Verdict, tenant: str) -> None:
         self._kept.setdefault(tenant, OrderedDict())[key] = verdict
         if sum(map(len, self._kept.values())) > MAX_KEPT:
             greatest = max(self._kept, key=lambda each: len(self._kept[each]))

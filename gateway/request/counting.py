@@ -86,7 +86,7 @@ class EntryLimits:
         """The maximum number of all fields of a protobuf message, or strings, lists and objects of a body."""
         return _MAX_VALUES + _VALUES_OF_A_MESSAGE * self.max_messages
 
-    def of(self, name: str) -> int:
+    def max_entries(self, name: str) -> int:
         """The maximum number of entries of the lists and maps with a name."""
         return self.max_messages if name in _CONVERSATIONS else MAX_ENTRIES.get(name, DEFAULT_MAX_ENTRIES)
 
@@ -181,7 +181,7 @@ def checking_json(fields: Mapping[str, Any], limits: EntryLimits) -> Iterator[No
         is_object = isinstance(container, _OBJECT)
         if shapeless is None and not is_object and name in _TOKENS and container and type(container[0]) is int:
             continue
-        limit = limits.of(name) if shapeless is None else shapeless
+        limit = limits.max_entries(name) if shapeless is None else shapeless
         count = len(container)
         # The fields of an object are not the entries of the list that has it.
         if shapeless is not None or not is_object:
@@ -360,7 +360,9 @@ def _counted_fields(
         if message is not None or field.is_repeated:
             found[field.number] = _CountedField(
                 path,
-                (MAX_NUMBERS if field.name in _TOKENS else limits.of(field.name)) if field.is_repeated else None,
+                (MAX_NUMBERS if field.name in _TOKENS else limits.max_entries(field.name))
+                if field.is_repeated
+                else None,
                 None if message is not None or is_text else _PACKED_WIDTHS.get(field.type, 0),
                 is_text,
                 None if message is None else _counted_fields(message, limits, f"{path}.", inner_above),

@@ -114,8 +114,8 @@ class DurableReads:
         try:
             yield
         finally:
-            if not self._keep(read):
-                self._end(read)
+            if not self._read_on(read):
+                self._stop(read)
 
     @contextmanager
     def resumed(self, account: Account, live: LiveRequest, num_had: float) -> Generator[None]:
@@ -198,7 +198,7 @@ class DurableReads:
         go_on = partial(self._replicas.placements.resume, address=found.address)
         return Found(found.request, found.num_generated_tokens, num_had, None, go_on)
 
-    def take(self, found: Found, memory: CallMemory) -> LiveRequest:
+    def claim(self, found: Found, memory: CallMemory) -> LiveRequest:
         """The entry of a request for the client that resumes it. The call of this gateway that read it before ends; the
         scheduler ends calls of other gateways. Raises AlreadyExists if another request has its id."""
         request = found.request
@@ -213,7 +213,7 @@ class DurableReads:
         memory.count(live)
         return live
 
-    def keeps(self, live: LiveRequest) -> bool:
+    def reads_without_client(self, live: LiveRequest) -> bool:
         """Whether a request is read without a client."""
         read = self._reads.get((live.request.tenant, live.request.request_id))
         return read is not None and read.live is live and read.timer is not None
@@ -222,20 +222,20 @@ class DurableReads:
         """Frees the id of a finished request without a client."""
         read = self._reads.get((tenant, request_id))
         if read is not None and read.timer is not None and read.live.is_over:
-            self._end(read)
+            self._stop(read)
 
     def close(self) -> None:
         """Prepares for the stop of this gateway: requests without a client are left to the scheduler from now on."""
         self._is_closed = True
         for read in list(self._reads.values()):
             if read.timer is not None:
-                self._end(read)
+                self._stop(read)
 
     def _own(self, account: Account, tenant: str, request_id: str) -> _Read | None:
         read = self._reads.get((tenant, request_id))
         return read if read is not None and read.account is account else None
 
-    def _keep(self, read: _Read) -> bool:
+    def _read_on(self, read: _Read) -> bool:
         """Continues to read a request without a client; returns whether there is room for it."""
         grace_s = self._replicas.durable_grace_s
         live = read.live
@@ -248,20 +248,20 @@ class DurableReads:
         read.use = read.account.replace(read.use, _generated(live, read.base))
         read.timer = asyncio.get_running_loop().call_later(grace_s, self._expire, read)
         self._count(read, _num_tokens(live))
-        live.when_over(lambda: self._note_over(read, grace_s))
+        live.when_over(lambda: self._on_request_over(read, grace_s))
         return True
 
     def _make_room(self, num_tokens: int) -> bool:
         """Forgets finished requests until there is room for this many tokens; returns whether there is."""
         while self._kept_tokens + num_tokens > MAX_KEPT_TOKENS and self._over:
-            self._end(next(iter(self._over)))
+            self._stop(next(iter(self._over)))
         return self._kept_tokens + num_tokens <= MAX_KEPT_TOKENS
 
     def _count(self, read: _Read, num_tokens: int) -> None:
         self._kept_tokens += num_tokens - read.kept_tokens
         read.kept_tokens = num_tokens
 
-    def _note_over(self, read: _Read, grace_s: float) -> None:
+    def _on_request_over(self, read: _Read, grace_s: float) -> None:
         """Restarts the grace period of a request that has ended. A failed request, or one that another gateway reads,
         is forgotten."""
         if read.timer is None:
@@ -272,14 +272,14 @@ class DurableReads:
         self._over[read] = None
         # Deferred, because the caller that ended the request may still use it.
         delay_s = grace_s if read.live.is_completed else 0
-        read.timer = asyncio.get_running_loop().call_later(delay_s, self._end, read)
+        read.timer = asyncio.get_running_loop().call_later(delay_s, self._stop, read)
 
     def _expire(self, read: _Read) -> None:
         """Ends a request whose grace period is over."""
         self._replicas.placements.abort(read.live)
-        self._end(read)
+        self._stop(read)
 
-    def _end(self, read: _Read) -> None:
+    def _stop(self, read: _Read) -> None:
         """Stops reading a request. A running one is left to the scheduler."""
         self._forget(read)
         self._replicas.placements.detach(read.live)

@@ -25,9 +25,11 @@ from gateway.request.answer_memory import (
     check_prompt_logprobs,
     num_prompt_logprobs,
 )
+from gateway.request.continuation import continue_from
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
-from gateway.request.prepare import CallParameters, continue_from, prepare
+from gateway.request.parameters import CallParameters
+from gateway.request.prepare import prepare
 from gateway.request.served_model import ServedModel
 from gateway.request.spans import RequestSpan
 from gateway.request.validation import check_call
@@ -65,7 +67,7 @@ class Preparations:
         self._num_requests: Counter[str] = Counter()
 
     @contextmanager
-    def hold(self, tenant: str, num_requests: int) -> abc.Generator[None]:
+    def counted(self, tenant: str, num_requests: int) -> abc.Generator[None]:
         """Counts the requests of a call during the context. Each tenant may always have one call.
 
         Raises:
@@ -108,7 +110,7 @@ class Generator:
         self.replicas = replicas
         self.is_draining = False
         self.preparations = Preparations()
-        self._takes_nothing = False
+        self._refuses_all = False
         self._pinning: set[asyncio.Task[None]] = set()
         self._ledger = ledger
         self._settings = settings
@@ -131,9 +133,9 @@ class Generator:
         """Requests that run at this gateway."""
         return len(self._ledger)
 
-    def take_nothing_more(self) -> None:
+    def refuse_all_calls(self) -> None:
         """Refuses every call from now on."""
-        self._takes_nothing = True
+        self._refuses_all = True
 
     @contextmanager
     def arriving(self) -> abc.Generator[None]:
@@ -141,9 +143,9 @@ class Generator:
 
         Raises:
             Unavailable: this gateway drains. A gateway that hands over its ports raises only after
-                `take_nothing_more`: until then the last calls arrive over connections from before.
+                `refuse_all_calls`: until then the last calls arrive over connections from before.
         """
-        if self._takes_nothing or (self.is_draining and not self._settings.hand_over):
+        if self._refuses_all or (self.is_draining and not self._settings.hand_over):
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
         with self._ledger.arriving():
             yield
@@ -191,7 +193,7 @@ class Generator:
                 limits = await self.limits()
                 turns = Turns()
                 call.check(options, limits, self.adapters.visible(caller, options.model))
-                adapter = self.adapters.of(options.model)
+                adapter = self.adapters.resolve(options.model)
                 await turns.pause()
                 priority = caller.priority_of(options.priority, options.priority_sign)
                 request_id = self._request_id(options, caller.tenant)
@@ -224,7 +226,7 @@ class Generator:
                         await continue_from(live, options.continue_from)
                     yield live
             finally:
-                self._leave(live)
+                self._detach(live)
                 if options.retain_ms is not None and live.is_completed and not options.cache_salt:
                     self._retain(live, options.retain_ms)
 
@@ -278,7 +280,7 @@ class Generator:
                 found = await self.durable_reads.find(caller.tenant, request_id, offsets, memory)
                 # Checked again: a call that is refused must not take the request from its present reader.
                 self.durable_reads.check_resumption(caller.account, caller.tenant, request_id)
-                live = self.durable_reads.take(found, memory)
+                live = self.durable_reads.claim(found, memory)
             span.opened(live)
             for offset in offsets:
                 live.sequences[offset.sequence_index].skip(offset.num_tokens, offset.num_characters)
@@ -288,10 +290,10 @@ class Generator:
                     found.go_on(live)
                     yield live
             finally:
-                self._leave(live)
+                self._detach(live)
 
-    def _leave(self, live: LiveRequest) -> None:
-        if not self.durable_reads.keeps(live):
+    def _detach(self, live: LiveRequest) -> None:
+        if not self.durable_reads.reads_without_client(live):
             self.replicas.placements.detach(live)
             self._ledger.close(live)
 
@@ -343,7 +345,7 @@ async def running(
         check_call(requests[0], len(requests), await generator.limits())
         caller.account.check_call(len(requests))
         if len(requests) > 1:
-            preparing.enter_context(generator.preparations.hold(caller.tenant, len(requests)))
+            preparing.enter_context(generator.preparations.counted(caller.tenant, len(requests)))
     except QuireError as error:
         raise refusal(0, error) from error
     async with AsyncExitStack() as stack:

@@ -89,7 +89,7 @@ class TextService:
         current_caller().check_may_pin()
         with self._generator.arriving():
             caller, limits = await self._admit(model)
-            adapter = self._generator.adapters.of(model)
+            adapter = self._generator.adapters.resolve(model)
             violations = Violations()
             if prefix == TextPrompt(""):
                 violations.add("text", "is empty")

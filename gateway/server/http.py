@@ -2,7 +2,7 @@
 operators and Prometheus."""
 
 import ipaddress
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from http import HTTPStatus
 from typing import Literal, NotRequired
 
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from gateway.api.answers import (
+    OPENAI,
     Dialect,
     ErrorAnswer,
     error_answer,
@@ -24,31 +25,17 @@ from gateway.api.answers import (
     send_answer,
     set_client_request_id,
 )
-from gateway.api.anthropic import routes as anthropic
-from gateway.api.batches.routes import batch_routes
-from gateway.api.batches.runner import Batches
-from gateway.api.body import BodyLimits
-from gateway.api.field_rule import IGNORED_HEADER, FieldRule, begin_call
-from gateway.api.kserve import rest as kserve_rest
-from gateway.api.kserve.inference_servicer import KServeServicer
-from gateway.api.openai.routes import openai_routes
+from gateway.api.field_rule import IGNORED_HEADER, begin_call
+from gateway.api.front import Front, FrontContext, PageAccess
 from gateway.api.openapi import METRICS_PATH, OPEN_PATHS, ApiRoute, description_routes
-from gateway.api.responses.background import BackgroundResponses
-from gateway.api.responses.routes import response_routes
-from gateway.api.responses.store import ResponseStore
-from gateway.api.ui import access
-from gateway.api.ui.history import LoadHistory
-from gateway.api.ui.routes import ui_routes
-from gateway.auth.caller import Caller, check_is_operator, current_caller, set_caller
+from gateway.auth.caller import OWN_SITES, Caller, check_is_operator, current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.auth.quota import Account
 from gateway.metrics import GatewayMetrics, HttpAnswer, HttpAnswers
-from gateway.request.counting import EntryLimits
 from gateway.request.generator import Generator
 from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
-from gateway.turns import TenantTurns
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
 from quire.runtime import clock
@@ -62,57 +49,19 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
 _UNCOUNTED_PATHS = OPEN_PATHS | {METRICS_PATH}
 
 
-def make_http_app(
-    generator: Generator,
-    kserve: KServeServicer,
-    metrics: GatewayMetrics,
-    authenticator: Authenticator,
-    settings: GatewaySettings,
-    turns: TenantTurns,
-    rule: FieldRule,
-    history: LoadHistory,
-    responses: ResponseStore,
-    background: BackgroundResponses,
-    batches: Batches | None,
-    *,
-    started_at_s: int,
-) -> Starlette:
-    """The application. Long bodies are parsed in `turns`, with `rule` for unknown fields.
-
-    `started_at_s` is the creation time that models report, in seconds since the Unix epoch.
-    """
-    body_limits = body_limits_of(settings, turns, rule)
-    routes = [
-        *openai_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive, started_at_s=started_at_s),
-        *response_routes(
-            generator,
-            body_limits,
-            store=responses,
-            background=background,
-            keep_alive_s=settings.sse_keepalive,
-        ),
-        *anthropic.message_routes(generator, body_limits, keep_alive_s=settings.sse_keepalive),
-        *batch_routes(batches, body_limits),
-        *kserve_rest.kserve_routes(kserve, body_limits, keep_alive_s=settings.sse_keepalive),
-        *probe_routes(generator, metrics),
-    ]
-    return Starlette(
-        routes=[
-            *routes,
-            *description_routes(routes),
-            *(
-                ui_routes(generator, authenticator, routes, metrics.count_refused_caller, history, settings.demo_socket)
-                if settings.ui
-                else ()
-            ),
-        ],
+def make_http_app(context: FrontContext) -> Starlette:
+    """The application with the routes of all open fronts."""
+    settings, metrics = context.settings, context.metrics
+    routes = [each for front in context.opened for each in front.routes]
+    app = Starlette(
+        routes=[*routes, *description_routes(routes)],
         # The outermost middleware comes first.
         middleware=[
             *_cross_origin(settings.allowed_origins),
             Middleware(
                 EnvelopeMiddleware,
                 answers=metrics.http_answers,
-                is_draining=lambda: generator.is_draining,
+                is_draining=lambda: context.generator.is_draining,
                 reads_traces=settings.otlp_traces_endpoint is not None,
             ),
             *_host_check(settings),
@@ -120,18 +69,16 @@ def make_http_app(
             *([] if settings.requires_keys else [Middleware(SiteMiddleware, allowed_origins=settings.allowed_origins)]),
             Middleware(
                 AuthMiddleware,
-                authenticator=authenticator,
+                authenticator=context.authenticator,
+                accesses=[front.access for front in context.opened if front.access is not None],
                 on_refusal=metrics.count_refused_caller,
                 open_metrics=settings.open_metrics,
             ),
         ],
         exception_handlers=error_handlers(_dialect_of),
     )
-
-
-def body_limits_of(settings: GatewaySettings, turns: TenantTurns, rule: FieldRule) -> BodyLimits:
-    """The limits of request bodies."""
-    return BodyLimits(settings.max_message_bytes, EntryLimits(settings.max_chat_messages), turns, rule)
+    app.state.fronts = context.opened
+    return app
 
 
 def _host_check(settings: GatewaySettings) -> list[Middleware]:
@@ -284,7 +231,7 @@ class SiteMiddleware:
         if media_type not in _WITHOUT_PREFLIGHT or _ANY_HOST in self._allowed or origin in self._allowed:
             return False
         if site is not None:
-            return site not in access.OWN_SITES
+            return site not in OWN_SITES
         # Browsers that do not send Sec-Fetch-Site, as for addresses without TLS, send the origin.
         return origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
 
@@ -312,12 +259,21 @@ class AuthMiddleware:
     """
 
     def __init__(
-        self, app: ASGIApp, authenticator: Authenticator, on_refusal: Callable[[str], None], *, open_metrics: bool
+        self,
+        app: ASGIApp,
+        *,
+        authenticator: Authenticator,
+        accesses: Sequence[PageAccess],
+        on_refusal: Callable[[str], None],
+        open_metrics: bool,
     ) -> None:
         self._app = app
         self._authenticator = authenticator
+        self._accesses = accesses
         self._on_refusal = on_refusal
-        self._open_paths: Collection[str] = OPEN_PATHS | access.OPEN_PATHS | ({METRICS_PATH} if open_metrics else set())
+        self._open_paths = OPEN_PATHS.union(*(each.open_paths for each in accesses))
+        if open_metrics:
+            self._open_paths |= {METRICS_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
@@ -327,8 +283,9 @@ class AuthMiddleware:
                 send = _with_rates(send, caller.account)
             except QuireError as error:
                 self._on_refusal(error.reason)
-                if access.shows_page(scope):
-                    return await access.refusal(error)(scope, receive, send)
+                for access in self._accesses:
+                    if (page := access.refusal(scope, error)) is not None:
+                        return await page(scope, receive, send)
                 extra = {"www-authenticate": "Bearer"} if isinstance(error, Unauthenticated) else {}
                 return await send_answer(send, error_answer(error), extra, _dialect_of(scope))
         return await self._app(scope, receive, send)
@@ -338,12 +295,11 @@ class AuthMiddleware:
         if not shown:
             # Anthropic's header for keys.
             shown = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
-        is_page = access.is_below(scope["path"])
-        if not shown and is_page:
-            shown = access.keys_shown(scope)
+        for access in self._accesses:
+            shown = shown or access.keys_shown(scope)
         caller = self._authenticator.authenticate(shown)
-        if is_page:
-            access.check_operator(is_operator=caller.access.is_operator)
+        for access in self._accesses:
+            access.check(scope, caller)
         if scope["path"] == METRICS_PATH:
             check_is_operator(caller, "metrics")
         return caller
@@ -543,10 +499,8 @@ class _ProbeRoutes:
 
 def _dialect_of(scope: Scope) -> Dialect:
     """The dialect of the errors of a call, including errors before a route is found."""
-    path = scope["path"]
-    if path == kserve_rest.ROOT or path.startswith(f"{kserve_rest.ROOT}/"):
-        return kserve_rest.DIALECT
-    return anthropic.dialect_of(scope)
+    fronts: Sequence[Front] = scope["app"].state.fronts
+    return next((found for each in fronts if (found := each.dialect_of(scope)) is not None), OPENAI)
 
 
 def _check_values(request: Request, name: str, known: Set[str], why: str) -> None:

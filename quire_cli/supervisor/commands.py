@@ -123,7 +123,8 @@ class Commands:
     def response_store(self) -> str:
         """Where gateways keep responses. Several gateways share their responses while this process runs."""
         place = self.settings.response_store
-        return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and len(self.gateways) > 1 else place
+        are_shared = len(self.gateways) > 1 and "responses" in self.settings.fronts
+        return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and are_shared else place
 
     @property
     def scheduler_address(self) -> str:

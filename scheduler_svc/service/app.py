@@ -15,7 +15,7 @@ from quire.runtime.settings import ConfigurationError
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
-from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service.cache_changes import CacheFeed
 from scheduler_svc.service.durable import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
@@ -114,7 +114,7 @@ async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: fl
     try:
         await asyncio.shield(driver)
     except asyncio.CancelledError:
-        ending = asyncio.create_task(requests.end_once_unread())
+        ending = asyncio.create_task(requests.forget_abandoned())
         draining = asyncio.create_task(loop.lifecycle.drain(drain_timeout_s))
         try:
             await asyncio.wait([driver, draining], return_when=asyncio.FIRST_COMPLETED)

@@ -28,7 +28,7 @@ class Durable:
     """The max_tokens of each sequence."""
 
     @classmethod
-    def of(cls, request: Request, description: bytes) -> "Durable":
+    def from_request(cls, request: Request, description: bytes) -> "Durable":
         sampling = request.sampling
         per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
         per_token = 1 if sampling.logprobs is None else 2 + sampling.logprobs
@@ -74,6 +74,12 @@ class DurableRoom:
         self._charge_running: Counter[str] = Counter()
         self._over: dict[str, list[tuple[Handle, int]]] = {}
         self._is_summed = True
+
+    @property
+    def num_tokens(self) -> int:
+        """All requests' part of the limit. Metrics are read in another thread, so this uses no running sums, and copies
+        the table, which may change meanwhile."""
+        return sum(each.charge for each in list(self.requests.values()))
 
     def add(self, handle: Handle, request: Charged) -> None:
         self._sum_up()
@@ -126,24 +132,19 @@ class DurableRoom:
                 f"{limits.max_tokens} tokens are"
             )
         try:
-            check_shared_bound(
-                "durable requests would run",
-                limits.max_requests,
-                total=self._num_running.total(),
-                own=self._num_running[tenant],
-                added=1,
-                num_tenants=num_tenants,
-                overflow=limits.tenant_overflow,
-            )
-            check_shared_bound(
-                "tokens of durable requests would be kept",
-                limits.max_tokens,
-                total=self._charge_running.total(),
-                own=self._charge_running[tenant],
-                added=charge,
-                num_tenants=num_tenants,
-                overflow=limits.tenant_overflow,
-            )
+            for counted, limit, running, added in (
+                ("durable requests would run", limits.max_requests, self._num_running, 1),
+                ("tokens of durable requests would be kept", limits.max_tokens, self._charge_running, charge),
+            ):
+                check_shared_bound(
+                    counted,
+                    limit,
+                    total=running.total(),
+                    own=running[tenant],
+                    added=added,
+                    num_tenants=num_tenants,
+                    overflow=limits.tenant_overflow,
+                )
         except QueueFullError as error:
             raise _durable_limit(str(error)) from error
 

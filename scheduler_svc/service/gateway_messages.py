@@ -10,7 +10,6 @@ from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32, encode_logprobs
 from quire.messages.logprob_columns import LogprobLog
 from quire.messages.prefix_hashes import SALT_BYTES
-from quire.messages.replica_role import ReplicaRole
 from quire.model_files.adapter_files import DIGEST_BYTES
 from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import InvalidArgument, QuireError, invalid_field
@@ -19,7 +18,6 @@ from quire.service import compatibility
 from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.block_pool import BlockHash, BlockId
-from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -30,8 +28,8 @@ from scheduler_svc.service.metrics import Served
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.replica import MODEL_CHANGED, Replica
 from scheduler_svc.service.requests import GATEWAYS
-from scheduler_svc.service.watch_messages import pool_message
-from scheduler_svc.service.worker_messages import ReplicaInfo, source_message
+from scheduler_svc.service.watch_messages import add_pools, add_queues
+from scheduler_svc.service.worker_messages import source_message
 
 _MAX_HANDLE = 2**31 - 1
 _MAX_UINT32 = 2**32 - 1
@@ -176,18 +174,14 @@ def trace_context_of(submit: scheduler_pb2.Submit) -> TraceContext | None:
 # To gateways
 
 
-def welcome_message(
-    epoch: int,
-    info: ReplicaInfo,
-    config: SchedulerConfig,
-    durable_grace_s: float,
-    role: ReplicaRole = ReplicaRole.BOTH,
-    kv_namespace: str = "",
-) -> scheduler_pb2.ConnectResponse:
-    """The properties of this replica that a gateway needs."""
+def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.ConnectResponse:
+    """The properties of this replica that a gateway needs. Workers were attached before."""
+    assert replica.scheduler is not None
+    assert replica.info is not None
+    config, info = replica.scheduler.config, replica.info
     return scheduler_pb2.ConnectResponse(
         welcome=scheduler_pb2.Welcome(
-            scheduler_epoch=epoch,
+            scheduler_epoch=replica.epoch,
             vocab_size=info.vocab_size,
             max_model_len=config.max_len,
             block_size=info.block_size,
@@ -205,8 +199,8 @@ def welcome_message(
             max_adapters=info.max_adapters,
             max_drafts=info.max_drafts,
             takes_cache_salts=True,
-            role=role.message,
-            kv_namespace=kv_namespace,
+            role=replica.role.message,
+            kv_namespace=replica.kv_source.kv_namespace,
             takes_offers=True,
         )
     )
@@ -353,13 +347,7 @@ async def state_message(
         return message
     message.last_step_id = scheduler.last_step_id
     message.steps = scheduler.num_steps
-    message.preemptions = scheduler.num_preemptions
-    message.waiting_requests = len(scheduler.waiting)
-    message.running_requests = len(scheduler.running)
-    message.swapped_requests = len(scheduler.swapped)
-    message.waiting_tokens = scheduler.waiting.num_tokens
-    message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    add_queues(message, scheduler)
     if is_of_gateway is not None:
         message.gateway.CopyFrom(_load_message(scheduler, is_of_gateway))
         tokens = replica.metrics.step_tokens
@@ -373,7 +361,7 @@ async def state_message(
         )
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
-        await _add_sequences(message, [_Snapshot.of(scheduler, sequence) for sequence in sequences])
+        await _add_sequences(message, [_Snapshot.from_sequence(scheduler, sequence) for sequence in sequences])
     return message
 
 
@@ -404,10 +392,9 @@ async def blocks_message(scheduler: Scheduler | None, request_id: str | None) ->
     if scheduler is None:
         return message
     pool = scheduler.batch.blocks.pool
-    message.gpu_pool.CopyFrom(pool_message(pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
+    add_pools(message, scheduler)
     groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
-    snapshots = [_Snapshot.of(scheduler, sequence) for group in groups for sequence in group.unfinished]
+    snapshots = [_Snapshot.from_sequence(scheduler, sequence) for group in groups for sequence in group.unfinished]
     free = pool.free_blocks()
     cached = [
         (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
@@ -445,7 +432,7 @@ class _Snapshot:
     hashes: list[BlockHash | None]
 
     @classmethod
-    def of(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
+    def from_sequence(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
         is_swapped = sequence.status is SequenceStatus.SWAPPED
         pool = scheduler.swap_space.pool if is_swapped else scheduler.batch.blocks.pool
         state = scheduler_pb2.SequenceState(

@@ -163,9 +163,9 @@ class _State(Collector):
     def collect(self) -> Iterable[Metric]:
         requests = self._requests
         yield _gauge("unread_requests", "Requests that wait for a reader.", requests.num_unread)
-        yield _gauge("durable_requests", "Durable requests that are kept.", requests.num_durable)
+        yield _gauge("durable_requests", "Durable requests that are kept.", len(requests.durable.requests))
         help_text = "Tokens of durable requests, including tokens that may still come."
-        yield _gauge("durable_tokens", help_text, requests.num_durable_tokens)
+        yield _gauge("durable_tokens", help_text, requests.durable.num_tokens)
         scheduler = self._scheduler_of()
         if scheduler is None:
             return
@@ -205,19 +205,20 @@ class _State(Collector):
             ("host", "fetched"): moves.from_host,
         }
         yield _counters("moved_blocks", help_text, ("source", "outcome"), fetched)
-        help_text = "Blocks that the pool evicted and that were copied to host memory."
-        yield CounterMetricFamily(f"{_PREFIX}blocks_to_host", help_text, moves.to_host)
-        yield CounterMetricFamily(f"{_PREFIX}preemptions", "Preemptions.", scheduler.num_preemptions)
-        yield CounterMetricFamily(f"{_PREFIX}swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
+        yield _counter(
+            "blocks_to_host", "Blocks that the pool evicted and that were copied to host memory.", moves.to_host
+        )
+        yield _counter("preemptions", "Preemptions.", scheduler.num_preemptions)
+        yield _counter("swap_outs", "Preemptions by swap.", scheduler.num_swap_outs)
         help_text = "Prompt tokens that were looked up in the prefix cache, once for each request."
-        yield CounterMetricFamily(f"{_PREFIX}prefix_cache_queries", help_text, scheduler.num_prompt_tokens)
-        help_text = "Prompt tokens that were found in the prefix cache."
-        yield CounterMetricFamily(f"{_PREFIX}prefix_cache_hits", help_text, scheduler.num_cached_tokens)
+        yield _counter("prefix_cache_queries", help_text, scheduler.num_prompt_tokens)
+        yield _counter(
+            "prefix_cache_hits", "Prompt tokens that were found in the prefix cache.", scheduler.num_cached_tokens
+        )
         drafts = scheduler.draft_counts
-        yield CounterMetricFamily(f"{_PREFIX}draft_samples", "Samples that had drafts.", drafts.num_samples)
-        yield CounterMetricFamily(f"{_PREFIX}drafts", "Drafted tokens that were verified.", drafts.num_drafts)
-        help_text = "Drafted tokens that were right."
-        yield CounterMetricFamily(f"{_PREFIX}drafts_accepted", help_text, sum(drafts.right_at))
+        yield _counter("draft_samples", "Samples that had drafts.", drafts.num_samples)
+        yield _counter("drafts", "Drafted tokens that were verified.", drafts.num_drafts)
+        yield _counter("drafts_accepted", "Drafted tokens that were right.", sum(drafts.right_at))
 
 
 class _TenantMetrics(Collector):
@@ -242,7 +243,7 @@ class _TenantMetrics(Collector):
     def completed(self, ends: Sequence[RequestEnd]) -> None:
         assert self._requests is not None
         for end in ends:
-            if (owned := self._requests.of_handle(end.handle)) is not None:
+            if (owned := self._requests.get(end.handle)) is not None:
                 self.ended(owned.tenant, end.usage.queue_s, end.usage.prompt_tokens, end.usage.cached_tokens)
 
     def ended(self, tenant: str, queue_s: float, num_prompt_tokens: int, num_cached_tokens: int) -> None:
@@ -284,6 +285,10 @@ class _TenantMetrics(Collector):
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:
     return GaugeMetricFamily(_PREFIX + name, help_text, value)
+
+
+def _counter(name: str, help_text: str, value: float) -> Metric:
+    return CounterMetricFamily(_PREFIX + name, help_text, value)
 
 
 def _counters(name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:

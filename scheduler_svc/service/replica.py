@@ -28,9 +28,9 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_svc.core.step import ClientEvents, RequestFailure, Usage
 from scheduler_svc.recording.recorder import Recorder
-from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service.cache_changes import CacheFeed
+from scheduler_svc.service.history import SequenceProgress
 from scheduler_svc.service.metrics import SchedulerMetrics
-from scheduler_svc.service.outbox import SequenceProgress
 from scheduler_svc.service.pin_calls import PinCalls
 from scheduler_svc.service.refusals import RetryAdvisor, refusals_as_errors
 from scheduler_svc.service.requests import GATEWAYS, Requests
@@ -38,9 +38,8 @@ from scheduler_svc.service.tracing import RequestSpans
 from scheduler_svc.service.watchers import Watchers
 from scheduler_svc.service.worker_link import (
     WorkerFaultyError,
-    WorkerGroup,
-    WorkerLink,
     WorkerLostError,
+    Workers,
     attach_workers,
     release_memory,
 )
@@ -225,7 +224,7 @@ class Replica:
         of these blocks."""
         assert self.scheduler is not None, "no worker was attached yet"
         num_forgotten = self.scheduler.forget_cached()
-        self.cache.tell()
+        self.cache.report_changes()
         return num_forgotten
 
     def _group(self, key: RequestKey) -> SequenceGroup | None:
@@ -269,7 +268,7 @@ class Replica:
 
     # Workers come and go
 
-    async def attach(self, timeout_s: float) -> WorkerLink | WorkerGroup:
+    async def attach(self, timeout_s: float) -> Workers:
         """Attaches the workers under a new epoch, and adapts the core to them before anything runs. Raises
         WorkerLostError."""
         self.epoch += 1
@@ -290,7 +289,7 @@ class Replica:
                 self._refit(self.scheduler, config)
         failpoint("scheduler.attach.before_inventory")
         self.scheduler.restore_sealed(link.sealed)
-        self.cache.tell()
+        self.cache.report_changes()
         self.judge_loss(self.scheduler, was_alive=info.is_same_worker(before) and not self.was_faulty)
         self.info, self.kv_source = info, link.kv_source
         self.unsent_offers.clear()
@@ -317,7 +316,7 @@ class Replica:
         """The workers are detached: requests of steps in flight wait, and pins that held blocks are computed again."""
         if self.scheduler is not None:
             self.scheduler.void_in_flight(clock.monotonic())
-            self.cache.tell()
+            self.cache.report_changes()
             self._on_change()
 
     def judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
@@ -331,7 +330,7 @@ class Replica:
 
     def _fail_at_fault(self, events: dict[ClientId, ClientEvents]) -> None:
         for failure in itertools.chain.from_iterable(batch.failed for batch in events.values()):
-            owned = self._requests.of_handle(failure.key.handle)
+            owned = self._requests.get(failure.key.handle)
             extra = None if owned is None else {REQUEST_ID: owned.request_id}
             _logger.warning("a request caused worker losses and fails: %s", failure.message, extra=extra)
             self.metrics.found_at_fault(failure)

@@ -1,141 +1,39 @@
-"""Requests of gateways: the table here owns every request, and a gateway's stream reads it.
+"""The table of requests: it owns every request of gateways, and a gateway's stream reads it.
 
-The core sees all requests as one client's. So the reader of a request may change while it runs without the core's
-knowledge, and its place, blocks and tokens stay. A request whose reader leaves runs on for a while, and its events are
-kept. A reader that comes back, or a new one, reports what it has and gets the rest. Durable requests differ in three
-ways: all of their output is kept from the first token on, any gateway of the tenant may read them, and they wait for
-another time.
+To the core, all requests belong to one client. So a request keeps its place, blocks and tokens while its reader
+changes. A request whose reader leaves runs on for a while, and its events are kept. A reader that comes back, or a new
+one, says how much it has and gets the rest. Durable requests differ in three ways: all of their output is kept, any
+gateway of the tenant may read them, and they have another time to wait for a reader.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, count
-from typing import Protocol
 
-from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, Unavailable
+from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, Unavailable
 from quire.runtime.failpoint import failpoint
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
 from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
-from scheduler_svc.service.outbox import (
-    Held,
-    History,
-    Outbox,
-    PromptLogprobs,
-    Readiness,
-    Replay,
-    SequenceProgress,
-    add_end,
-    by_request,
-    ends_of,
-    select,
-)
+from scheduler_svc.service.ended_requests import EndedRequests, cancelled_by_id
+from scheduler_svc.service.history import Held, PromptLogprobs, Replay, SequenceProgress, split_by_request
+from scheduler_svc.service.outbox import Readiness
+from scheduler_svc.service.readers import CallLater, Connection, Delivery, OwnedRequest, Reader, call_later
 
 _logger = logging.getLogger(__name__)
 
 GATEWAYS = ClientId(0)
 """The client of all gateways' requests in the core."""
 
-MAX_CANCELLED = 1024
-"""Maximum number of cancelled requests that are remembered."""
-
 KEPT_ROOM_S = 5.0
 """Seconds for which room is kept for a request that still runs at another replica."""
 
 COME_BACK_S = 1.0
 """Seconds in which gateways whose streams broke may come back to a scheduler that drains."""
-
-MOVED_S = 1.0
-"""Seconds for which the id of a request that left is known: its gateway is about to submit it to another scheduler."""
-
-MAX_UNDELIVERED = 2_000_000
-"""Maximum tokens and log probabilities that are kept of plain requests that ended without a reader."""
-
-
-_MOVED_RETRY_MS = 100
-
-
-class Timer(Protocol):
-    """A call that was scheduled for later."""
-
-    def cancel(self) -> None: ...
-
-
-CallLater = Callable[[float, Callable[[], object]], Timer]
-
-
-def _call_later(seconds: float, call: Callable[[], object]) -> Timer:
-    return asyncio.get_running_loop().call_later(seconds, call)
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One stream of a gateway, and the requests that it reads, by its handles for them. Handles in `reused` were used
-    for other requests before, in messages that may still be on their way."""
-
-    gateway_id: str
-    grace_period_s: float
-    outbox: Outbox = field(default_factory=Outbox)
-    reads: dict[Handle, "OwnedRequest"] = field(default_factory=dict)
-    reused: set[Handle] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """The stream that gets a request's events, and the handle that it knows the request by."""
-
-    connection: Connection
-    handle: Handle
-
-    @property
-    def request(self) -> "OwnedRequest | None":
-        """The request that has this handle on the stream."""
-        return self.connection.reads.get(self.handle)
-
-
-@dataclass(slots=True, eq=False)
-class OwnedRequest:
-    """One request. `nonce` distinguishes requests with the same id; `gateway_id` is the gateway that submitted it;
-    `retention_s` is how long it waits for a reader. `history` has all events of a durable request, and the unread
-    events of another."""
-
-    key: RequestKey
-    tenant: str
-    request_id: str
-    nonce: int
-    gateway_id: str
-    retention_s: float
-    durable: Durable | None
-    end_of_prompt_logprobs: int
-    """The first position of the prompt whose log probability has yet to come."""
-    is_offer: bool = False
-    """Whether it only waits for room here, and continues as another submission."""
-    comes_in_parts: bool = False
-    """Whether a later reader may get the output in parts. It needs the output as a whole if sequences are selected at
-    the end, and log probabilities of the prompt before everything else."""
-    history: History = field(default_factory=History)
-    reader: Reader | None = None
-    is_over: bool = False
-    expiry: Timer | None = None
-
-    @property
-    def keeps_events(self) -> bool:
-        return self.durable is not None or self.reader is None
-
-    @property
-    def charge(self) -> int:
-        """The tokens that a durable request counts towards the limit."""
-        assert self.durable is not None
-        return self.durable.charge(self.history.num_tokens, is_over=self.is_over)
-
-    def stop_timer(self) -> None:
-        if self.expiry is not None:
-            self.expiry.cancel()
-            self.expiry = None
 
 
 class Requests:
@@ -151,7 +49,7 @@ class Requests:
         abort: Callable[[RequestKey], bool],
         progress: Callable[[RequestKey], Sequence[SequenceProgress] | None],
         limits: DurableLimits,
-        call_later: CallLater = _call_later,
+        call_later: CallLater = call_later,
     ) -> None:
         """`abort` ends a request in the core, and returns whether it still ran; `progress` returns how far readers were
         sent its sequences, and None for an ended request."""
@@ -164,26 +62,13 @@ class Requests:
         self._by_handle: dict[Handle, OwnedRequest] = {}
         # Several may have one id: from several gateways, or one after another.
         self._by_id: dict[tuple[str, str], list[OwnedRequest]] = {}
-        # The requests whose events are kept.
-        self._kept: dict[Handle, OwnedRequest] = {}
-        self._readers: dict[Handle, Reader] = {}
-        # Tenant, id and nonce of the newest cancelled requests: their gateways may submit them again.
-        self._cancelled: dict[tuple[str, str, int], None] = {}
-        # Tenant and id of requests that have just left for another scheduler.
-        self._moved: dict[tuple[str, str], Timer] = {}
-        # Plain requests that ended without a reader, oldest first, with their sizes.
-        self._undelivered: dict[Handle, int] = {}
-        self._undelivered_size = 0
-        self._durable = DurableRoom(limits)
+        self._delivery = Delivery()
+        self._ended = EndedRequests(call_later)
+        self.durable = DurableRoom(limits)
         self._handles = count()
 
     def __len__(self) -> int:
         return len(self._by_handle)
-
-    @property
-    def durable_grace_s(self) -> float:
-        """Seconds for which a durable request is kept without a reader, and after its end."""
-        return self._durable.limits.grace_s
 
     @property
     def num_connected(self) -> int:
@@ -194,17 +79,7 @@ class Requests:
         """Number of requests without a reader."""
         return sum(owned.reader is None for owned in list(self._by_handle.values()))
 
-    @property
-    def num_durable(self) -> int:
-        return len(self._durable.requests)
-
-    @property
-    def num_durable_tokens(self) -> int:
-        """All durable requests' part of the limit. Metrics are read in another thread, so this uses no running sums,
-        and copies the table, which may change meanwhile."""
-        return sum(each.charge for each in list(self._durable.requests.values()))
-
-    def of_handle(self, handle: Handle) -> OwnedRequest | None:
+    def get(self, handle: Handle) -> OwnedRequest | None:
         """The request that has this handle in the core; None if it is forgotten."""
         return self._by_handle.get(handle)
 
@@ -245,19 +120,19 @@ class Requests:
             for handle, owned in reads.items()
             if owned.durable is None and handle not in connection.reused
         }
-        for outgoing in connection.outbox.untaken():
+        for outgoing in connection.outbox.unacknowledged():
             for entry in outgoing.prompt_logprobs:
                 if (owned := incomplete.get(entry.handle)) is not None:
                     owned.history.add_prompt_logprobs(entry)
-            for handle, events in chain.from_iterable(by_request(batch).items() for batch in outgoing.batches):
+            for handle, events in chain.from_iterable(split_by_request(batch).items() for batch in outgoing.batches):
                 if (owned := incomplete.get(handle)) is not None:
                     owned.history.add(events)
         for owned in reads.values():
             self._update(owned)
 
-    def taken(self, connection: Connection, num_messages: int) -> None:
+    def acknowledge(self, connection: Connection, num_messages: int) -> None:
         """A gateway has acknowledged `num_messages` messages of its stream. Raises ValueError if fewer were sent."""
-        for outgoing in connection.outbox.taken(num_messages):
+        for outgoing in connection.outbox.acknowledge(num_messages):
             for handle in outgoing.ended:
                 owned = connection.reads.get(handle)
                 if owned is not None and owned.is_over and owned.durable is None:
@@ -268,11 +143,11 @@ class Requests:
         for connection in self._connections.values():
             connection.outbox.put_readiness(readiness)
 
-    def has_of(self, gateway_id: str) -> bool:
+    def has_requests_of(self, gateway_id: str) -> bool:
         """Whether there are requests from this gateway."""
         return any(owned.gateway_id == gateway_id for owned in self._by_handle.values())
 
-    async def end_once_unread(self) -> None:
+    async def forget_abandoned(self) -> None:
         """Ends all live requests of a draining scheduler once no gateway is connected and none comes back: only a
         gateway whose stream broke can connect then, so no reader would ever get them."""
         while True:
@@ -280,7 +155,7 @@ class Requests:
             await asyncio.sleep(COME_BACK_S)
             if self._none_connected.is_set():
                 break
-        for owned in list(self._kept.values()):
+        for owned in list(self._delivery.kept.values()):
             if owned.reader is None:
                 self.forget(owned)
 
@@ -309,7 +184,7 @@ class Requests:
             request_id=request.request_id,
             nonce=nonce,
             gateway_id=connection.gateway_id,
-            retention_s=self.durable_grace_s,
+            retention_s=self.durable.limits.grace_s,
             durable=durable,
             end_of_prompt_logprobs=request.sampling.prompt_logprobs_start,
             is_offer=request.is_offer,
@@ -318,10 +193,10 @@ class Requests:
         request = replace(request, key=owned.key)
         if durable is not None:
             owned.history.add_emitted(request)
-            self._durable.add(owned.key.handle, owned)
+            self.durable.add(owned.key.handle, owned)
         self._by_handle[owned.key.handle] = owned
         self._by_id.setdefault((owned.tenant, owned.request_id), []).append(owned)
-        self._cancelled.pop((owned.tenant, owned.request_id, nonce), None)
+        self._ended.cancelled.pop((owned.tenant, owned.request_id, nonce), None)
         self._set_reader(owned, reader)
         self._update(owned)
         try:
@@ -342,8 +217,7 @@ class Requests:
             AlreadyExists: the reader's handle belongs to another live request.
             Cancelled: it was cancelled.
         """
-        if (request.tenant, request.request_id, nonce) in self._cancelled:
-            raise _was_cancelled(request.request_id)
+        self._ended.check_not_cancelled(request.tenant, request.request_id, nonce)
         gateway_id = reader.connection.gateway_id
         for owned in self._by_id.get((request.tenant, request.request_id), ()):
             if owned.nonce == nonce and (owned.durable is not None or owned.gateway_id == gateway_id):
@@ -352,13 +226,13 @@ class Requests:
             return False
         if owned.reader is not None and owned.reader.connection.gateway_id != gateway_id:
             raise _taken_over(owned)
-        if not owned.history.completes(held, self._progress(owned.key), owned.end_of_prompt_logprobs):
+        if not owned.history.can_resume(held, self._progress(owned.key), owned.end_of_prompt_logprobs):
             self.forget(owned)
             return False
         self.attach(owned, reader, held)
         return True
 
-    def keep_room(self, key: RequestKey) -> None:
+    def announce_room(self, key: RequestKey) -> None:
         """There is room for an offer: notifies its reader, which has `KEPT_ROOM_S` to send the request."""
         if (offer := self._by_handle.get(key.handle)) is not None and offer.reader is not None:
             offer.reader.connection.outbox.put_has_room(offer.reader.handle)
@@ -375,7 +249,7 @@ class Requests:
         self.forget(offer)
         return offer
 
-    def find(self, tenant: str, request_id: str) -> OwnedRequest:
+    def find_durable(self, tenant: str, request_id: str) -> OwnedRequest:
         """The durable request with this id.
 
         Raises:
@@ -384,7 +258,7 @@ class Requests:
         """
         for owned in self._durable_of(tenant, request_id):
             return owned
-        self._check_not_moved(tenant, request_id)
+        self._ended.check_not_moved(tenant, request_id)
         raise NotFound(f'request_id "{request_id[:128]}" names no durable request', reason="REQUEST_NOT_FOUND")
 
     # Readers come and go
@@ -402,12 +276,12 @@ class Requests:
             self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
             self._update(owned)
             failpoint("scheduler.reader.changed")
-            del self._readers[owned.key.handle]
-            go_on = partial(self._go_on, owned, reader)
+            del self._delivery.readers[owned.key.handle]
+            on_done = partial(self._end_replay, owned, reader)
             charge_per_token = owned.durable.charge_per_token
-            outbox.put_replay(Replay(owned.history, held, reader.handle, charge_per_token, go_on))
+            outbox.put_replay(Replay(owned.history, held, reader.handle, charge_per_token, on_done))
             return
-        events, prompt_logprobs = owned.history.since(held, reader.handle)
+        events, prompt_logprobs = owned.history.rest_after(held, reader.handle)
         if owned.durable is None:
             owned.history.clear()
         self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
@@ -424,7 +298,7 @@ class Requests:
 
     # Requests end
 
-    def end(self, owned: OwnedRequest, usage: Usage | None, *, is_read_on: bool = False) -> bool:
+    def end_durable(self, owned: OwnedRequest, usage: Usage | None, *, is_read_on: bool = False) -> bool:
         """The reader needs no more of a durable request; its output so far is kept, with its usage so far. A reader
         that `is_read_on` and is being sent a replay still gets the rest and the end; returns whether that is so."""
         if not owned.is_over:
@@ -432,16 +306,16 @@ class Requests:
             if usage is not None:
                 owned.history.add_end(RequestEnd(owned.key.handle, usage))
         owned.is_over = True
-        self._durable.changed()
+        self.durable.changed()
         if is_read_on and self._is_replayed(owned):
             self._update(owned)
             return True
         self.detach(owned)
         return False
 
-    def end_unread(self, gateway_id: str) -> None:
+    def forget_unread(self, gateway_id: str) -> None:
         """Ends a gateway's requests without a reader, except durable ones."""
-        for owned in list(self._kept.values()):
+        for owned in list(self._delivery.kept.values()):
             if owned.durable is None and owned.gateway_id == gateway_id:
                 self.forget(owned)
 
@@ -464,13 +338,11 @@ class Requests:
             if owned.durable is not None or not owned.is_over
         ]
         if not named:
-            self._check_not_moved(tenant, request_id)
+            self._ended.check_not_moved(tenant, request_id)
         for owned in named:
-            self._set_reader(owned, None, _was_cancelled(request_id))
+            self._set_reader(owned, None, cancelled_by_id(request_id))
             self.forget(owned)
-            self._cancelled[tenant, request_id, owned.nonce] = None
-        while len(self._cancelled) > MAX_CANCELLED:
-            del self._cancelled[next(iter(self._cancelled))]
+            self._ended.record_cancelled(tenant, request_id, owned.nonce)
         return bool(named)
 
     def move(self, reader: Reader, hand_over: Callable[[RequestKey], KvSource | None]) -> bool:
@@ -484,20 +356,9 @@ class Requests:
             return False
         owned.is_over = True
         self.forget(owned)
-        self._note_moved((owned.tenant, owned.request_id))
+        self._ended.record_moved(owned.tenant, owned.request_id)
         reader.connection.outbox.put_moved(reader.handle, source)
         return True
-
-    def _note_moved(self, name: tuple[str, str]) -> None:
-        if (timer := self._moved.get(name)) is not None:
-            timer.cancel()
-        self._moved[name] = self._call_later(MOVED_S, lambda: self._moved.pop(name, None))
-
-    def _check_not_moved(self, tenant: str, request_id: str) -> None:
-        """Raises Unavailable if so: a caller that asks all schedulers would not find it until the other one has it."""
-        if (tenant, request_id) in self._moved:
-            text = f'request "{request_id[:128]}" is on its way to another scheduler'
-            raise Unavailable(text, retry_after_ms=_MOVED_RETRY_MS)
 
     def forget(self, owned: OwnedRequest) -> None:
         """Drops a request, and ends it if it still runs. If it has ended and a replay of it is being sent, the replay
@@ -511,22 +372,24 @@ class Requests:
             del self._by_id[owned.tenant, owned.request_id]
         self._set_reader(owned, None, ends_replay=not (owned.is_over and self._is_replayed(owned)))
         owned.stop_timer()
-        self._kept.pop(handle, None)
-        self._undelivered_size -= self._undelivered.pop(handle, 0)
-        self._durable.remove(handle)
+        self._delivery.kept.pop(handle, None)
+        self._ended.remove_undelivered(handle)
+        self.durable.remove(handle)
         if not owned.is_over:
             self._abort(owned.key)
         owned.is_over = True
 
     # Events
 
+    def deliver_prompt_logprobs(self, entries: Iterable[PromptLogprobs]) -> None:
+        """Hands out log probabilities of prompts. Called before `deliver` for the same step. Never waits."""
+        self._delivery.deliver_prompt_logprobs(entries, self._by_handle)
+
     def deliver(self, step_id: int, events: ClientEvents) -> None:
         """Hands out the events of a step, and keeps them if needed. Never waits."""
-        if self._kept:
-            self._keep(events)
-            self._durable.changed()
-        for connection, part in self._by_connection(events).items():
-            connection.outbox.put(step_id, part)
+        self._delivery.deliver(step_id, events)
+        if self._delivery.kept:
+            self.durable.changed()
         for handle in chain(
             (end.handle for end in events.completed), (failure.key.handle for failure in events.failed)
         ):
@@ -537,71 +400,16 @@ class Requests:
                     owned.stop_timer()
                 self._update(owned)
 
-    def deliver_prompt_logprobs(self, entries: Iterable[PromptLogprobs]) -> None:
-        """Hands out log probabilities of prompts, once even if they are computed again. Called before `deliver` for
-        the same step. Never waits."""
-        for entry in entries:
-            owned = self._by_handle.get(entry.handle)
-            if owned is None or (new := entry.since(owned.end_of_prompt_logprobs)) is None:
-                continue
-            if new.first_position > owned.end_of_prompt_logprobs:
-                # Positions between them were not finite: the request fails, or its prompt is computed again.
-                continue
-            owned.end_of_prompt_logprobs = new.end
-            if owned.keeps_events:
-                owned.history.add_prompt_logprobs(new)
-            if owned.reader is not None:
-                owned.reader.connection.outbox.put_prompt_logprobs([replace(new, handle=owned.reader.handle)])
-
-    def _keep(self, events: ClientEvents) -> None:
-        """Adds events to the histories of requests whose events are kept."""
-        kept = self._kept
-        if events.with_logprobs:
-            places = [place for place, handle in enumerate(events.handles) if handle in kept]
-            for handle, part in by_request(select(events, places, [events.handles[place] for place in places])).items():
-                kept[handle].history.add(part)
-        else:
-            columns = (events.handles, events.sequence_indices, events.offsets, events.token_ids)
-            for handle, index, offset, token_id in zip(*columns, strict=True):
-                if (owned := kept.get(handle)) is not None:
-                    owned.history.add_token(index, offset, token_id)
-        for handle, end in ends_of(events):
-            if (owned := kept.get(handle)) is not None:
-                owned.history.add_end(end)
-
-    def _by_connection(self, events: ClientEvents) -> Mapping[Connection, ClientEvents]:
-        """The events of each stream, under its handles."""
-        parts: dict[Connection, ClientEvents] = {}
-        readers = list(map(self._readers.get, events.handles))
-        if len(connections := {reader and reader.connection for reader in readers}) == 1:
-            (connection,) = connections
-            if connection is not None:
-                # Most steps belong to one gateway: its part is made of whole columns.
-                handles = [reader.handle for reader in readers if reader is not None]
-                parts[connection] = replace(events, handles=handles, finished=[], completed=[], failed=[])
-        else:
-            places: dict[Connection, list[int]] = {}
-            for place, reader in enumerate(readers):
-                if reader is not None:
-                    places.setdefault(reader.connection, []).append(place)
-            for connection, own in places.items():
-                handles = [reader.handle for place in own if (reader := readers[place]) is not None]
-                parts[connection] = select(events, own, handles)
-        for handle, end in ends_of(events):
-            if (reader := self._readers.get(handle)) is not None:
-                add_end(parts.setdefault(reader.connection, ClientEvents()), end, reader.handle)
-        return parts
-
     # Consequences of a change of a request's reader or of its end
 
     def _is_replayed(self, owned: OwnedRequest) -> bool:
         """Whether the request's reader is being sent a replay."""
-        return owned.reader is not None and owned.key.handle not in self._readers
+        return owned.reader is not None and owned.key.handle not in self._delivery.readers
 
-    def _go_on(self, owned: OwnedRequest, reader: Reader) -> None:
+    def _end_replay(self, owned: OwnedRequest, reader: Reader) -> None:
         """The replay for the reader is done; new events go to it directly. The request may be forgotten by now."""
         if owned.reader == reader:
-            self._readers[owned.key.handle] = reader
+            self._delivery.readers[owned.key.handle] = reader
 
     def _set_reader(
         self, owned: OwnedRequest, reader: Reader | None, error: QuireError | None = None, *, ends_replay: bool = True
@@ -610,14 +418,14 @@ class Requests:
         before, owned.reader = owned.reader, reader
         if before is not None:
             # Absent while the reader is being sent a replay.
-            self._readers.pop(owned.key.handle, None)
+            self._delivery.readers.pop(owned.key.handle, None)
             if ends_replay:
                 before.connection.outbox.drop_replay(before.handle)
             del before.connection.reads[before.handle]
             if error is not None:
                 before.connection.outbox.put_refusal(before.handle, error)
         if reader is not None:
-            self._readers[owned.key.handle] = reader
+            self._delivery.readers[owned.key.handle] = reader
             reader.connection.reads[reader.handle] = owned
             if owned.durable is None:
                 owned.retention_s = reader.connection.grace_period_s
@@ -626,20 +434,19 @@ class Requests:
         """Starts or stops keeping a request's events, and its timer, and bounds the output kept of ended requests."""
         handle = owned.key.handle
         if owned.keeps_events:
-            self._kept[handle] = owned
+            self._delivery.kept[handle] = owned
         else:
-            self._kept.pop(handle, None)
+            self._delivery.kept.pop(handle, None)
         if owned.reader is not None and not (owned.durable is not None and owned.is_over):
             owned.stop_timer()
         elif owned.expiry is None:
             owned.expiry = self._call_later(owned.retention_s, lambda: self.forget(owned))
-        self._undelivered_size -= self._undelivered.pop(handle, 0)
+        self._ended.remove_undelivered(handle)
         if owned.is_over and owned.durable is None and owned.reader is None:
             # If too much is kept, the oldest requests are dropped: their gateways can still submit them again.
-            size = self._undelivered[handle] = owned.history.size
-            self._undelivered_size += size
-            while self._undelivered_size > MAX_UNDELIVERED:
-                self.forget(self._by_handle[next(iter(self._undelivered))])
+            self._ended.add_undelivered(handle, owned.history.size)
+            for oldest in self._ended.oldest_above_limit():
+                self.forget(self._by_handle[oldest])
 
     def _free_handle(self, reader: Reader, but: OwnedRequest | None = None) -> None:
         """Frees a handle: a gateway that reuses one has acknowledged the end of its earlier request. Raises
@@ -662,10 +469,10 @@ class Requests:
             raise AlreadyExists(
                 f'request_id "{request.request_id}" names a request that is running', reason="REQUEST_ID_IN_USE"
             )
-        durable = Durable.of(request, description)
+        durable = Durable.from_request(request, description)
         if not request.accepted_before:
             num_emitted = sum(len(each.token_ids) for each in request.emitted)
-            self._durable.check_room(request.tenant, durable.charge(num_emitted, is_over=False))
+            self.durable.check_room(request.tenant, durable.charge(num_emitted, is_over=False))
         return durable
 
     def _make_room(self, owned: OwnedRequest) -> None:
@@ -673,15 +480,11 @@ class Requests:
         for each in self._durable_of(owned.tenant, owned.request_id):
             if each is not owned:
                 self.forget(each)
-        for handle in self._durable.make_room():
+        for handle in self.durable.make_room():
             self.forget(self._by_handle[handle])
 
     def _durable_of(self, tenant: str, request_id: str) -> list[OwnedRequest]:
         return [each for each in self._by_id.get((tenant, request_id), ()) if each.durable is not None]
-
-
-def _was_cancelled(request_id: str) -> Cancelled:
-    return Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID")
 
 
 def _taken_over(owned: OwnedRequest) -> Aborted:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 
-import grpc.aio
+from grpc.aio import ServicerContext
 
 from quire.messages.arrays import decode_int32
 from quire.rpc.errors import (
@@ -22,11 +22,12 @@ from quire.rpc.errors import (
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from quire.runtime.logs import REQUEST_ID
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2 as pb
+from quire.scheduler.v1 import scheduler_pb2_grpc
 from quire.service import compatibility
 from quire.service.compatibility import ModelFingerprint, ProtocolVersions, check_model, check_protocol
 from scheduler_svc.core.request import Handle, Request
-from scheduler_svc.service.cache_digest import CacheDigest
+from scheduler_svc.service.cache_changes import CacheDigest
 from scheduler_svc.service.gateway_messages import (
     adapter_from,
     blocks_message,
@@ -37,9 +38,11 @@ from scheduler_svc.service.gateway_messages import (
     trace_context_of,
     welcome_message,
 )
-from scheduler_svc.service.outbox import Held, Outgoing
+from scheduler_svc.service.history import Held
+from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.pin_calls import PinFailedError
-from scheduler_svc.service.requests import Connection, Reader, Requests
+from scheduler_svc.service.readers import Connection, Reader
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.watch_messages import block_message
 
@@ -62,26 +65,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._logged_refusals: deque[str] = deque(maxlen=_MAX_LOGGED_REFUSALS)
 
     async def Connect(
-        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
+        self, request_iterator: AsyncIterator[pb.ConnectRequest], context: ServicerContext
+    ) -> AsyncIterator[pb.ConnectResponse]:
         hello = await self._hello(request_iterator)
         connection = self._requests.connect(hello.gateway_id, hello.grace_period_ms / 1e3)
         reader = asyncio.create_task(self._read(request_iterator, connection))
         reader.add_done_callback(lambda _: connection.outbox.close())
         version = self._replica.version
         try:
-            yield self._welcome()
+            yield welcome_message(self._replica, self._requests.durable.limits.grace_s)
             if not self._lifecycle.is_ready:
                 connection.outbox.put_readiness(self._lifecycle.readiness)
             if hello.wants_cache_updates:
                 self._cache.add(connection.outbox)
-            while (outgoing := await connection.outbox.take()) is not None:
+            while (outgoing := await connection.outbox.next_message()) is not None:
                 started = clock.monotonic()
                 failpoint("scheduler.events.before_write")
                 for message in self._messages(outgoing, connection):
                     yield message
                 if not connection.outbox.has_credit:
-                    self._requests.taken(connection, connection.outbox.num_sent)
+                    self._requests.acknowledge(connection, connection.outbox.num_sent)
                 if outgoing.batches:
                     self._loop.trace.part("emit", outgoing.step_id, started, clock.monotonic())
                 if self._is_outdated(version):
@@ -94,17 +97,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._cache.remove(connection.outbox)
             self._requests.close(connection)
 
-    def _messages(self, outgoing: Outgoing, connection: Connection) -> list[scheduler_pb2.ConnectResponse]:
+    def _messages(self, outgoing: Outgoing, connection: Connection) -> list[pb.ConnectResponse]:
         try:
             return list(gateway_messages(outgoing))
         except Exception:
             # If the content were kept for the gateway's next stream, it would end that one too. It is computed again.
-            self._requests.taken(connection, connection.outbox.num_sent)
+            self._requests.acknowledge(connection, connection.outbox.num_sent)
             raise
 
-    async def GetState(
-        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.GetStateResponse:
+    async def GetState(self, request: pb.GetStateRequest, context: ServicerContext) -> pb.GetStateResponse:
         of_gateway = self._requests.are_read_by(request.gateway_id) if request.HasField("gateway_id") else None
         return await state_message(
             self._replica,
@@ -115,14 +116,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     async def InspectBlocks(
-        self, request: scheduler_pb2.InspectBlocksRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.InspectBlocksResponse:
+        self, request: pb.InspectBlocksRequest, context: ServicerContext
+    ) -> pb.InspectBlocksResponse:
         request_id = request.request_id if request.HasField("request_id") else None
         return await blocks_message(self._replica.scheduler, request_id)
 
-    async def PinPrefix(
-        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.PinPrefixResponse:
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: ServicerContext) -> pb.PinPrefixResponse:
         self._check_available()
         info = self._replica.info
         assert info is not None
@@ -136,77 +135,61 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             pin = await self._replica.pins.pin(request.tenant, token_ids, request.time_to_live_ms / 1e3, adapter)
         except PinFailedError as error:
             raise Unavailable(str(error), reason="PIN_LOST") from error
-        return scheduler_pb2.PinPrefixResponse(
+        return pb.PinPrefixResponse(
             pin_id=pin.pin_id,
             pinned_tokens=len(pin.token_ids),
             pinned_blocks=len(pin.token_ids) // info.block_size,
         )
 
-    async def UnpinPrefix(
-        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.UnpinPrefixResponse:
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: ServicerContext) -> pb.UnpinPrefixResponse:
         if not self._replica.pins.unpin(request.tenant, request.pin_id):
             raise NotFound(f'pin_id "{request.pin_id}" names no pin', reason="PIN_NOT_FOUND")
-        return scheduler_pb2.UnpinPrefixResponse()
+        return pb.UnpinPrefixResponse()
 
     async def ResetPrefixCache(
-        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ResetPrefixCacheResponse:
+        self, request: pb.ResetPrefixCacheRequest, context: ServicerContext
+    ) -> pb.ResetPrefixCacheResponse:
         self._check_available()
-        return scheduler_pb2.ResetPrefixCacheResponse(forgotten_blocks=self._replica.forget_cached())
+        return pb.ResetPrefixCacheResponse(forgotten_blocks=self._replica.forget_cached())
 
-    async def Sleep(
-        self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.SleepResponse:
+    async def Sleep(self, request: pb.SleepRequest, context: ServicerContext) -> pb.SleepResponse:
         await self._lifecycle.sleep(discard_weights=request.discard_weights)
-        return scheduler_pb2.SleepResponse()
+        return pb.SleepResponse()
 
-    async def WakeUp(
-        self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.WakeUpResponse:
+    async def WakeUp(self, request: pb.WakeUpRequest, context: ServicerContext) -> pb.WakeUpResponse:
         await self._lifecycle.wake_up()
-        return scheduler_pb2.WakeUpResponse()
+        return pb.WakeUpResponse()
 
-    async def FindDurable(
-        self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.FindDurableResponse:
-        owned = self._requests.find(request.tenant, request.request_id)
+    async def FindDurable(self, request: pb.FindDurableRequest, context: ServicerContext) -> pb.FindDurableResponse:
+        owned = self._requests.find_durable(request.tenant, request.request_id)
         assert owned.durable is not None
-        return scheduler_pb2.FindDurableResponse(
-            submit=scheduler_pb2.Submit.FromString(owned.durable.description),
+        return pb.FindDurableResponse(
+            submit=pb.Submit.FromString(owned.durable.description),
             is_over=owned.is_over,
             generated_tokens=owned.history.num_tokens,
         )
 
-    async def Cancel(
-        self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.CancelResponse:
+    async def Cancel(self, request: pb.CancelRequest, context: ServicerContext) -> pb.CancelResponse:
         if not self._requests.cancel(request.tenant, request.request_id):
             raise NotFound(f'request_id "{request.request_id[:128]}" names no request', reason="REQUEST_NOT_FOUND")
-        return scheduler_pb2.CancelResponse()
+        return pb.CancelResponse()
 
-    async def Drain(
-        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: ServicerContext) -> pb.DrainResponse:
         timeout_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
-        return scheduler_pb2.DrainResponse(remaining_requests=await self._lifecycle.drain(timeout_s))
+        return pb.DrainResponse(remaining_requests=await self._lifecycle.drain(timeout_s))
 
-    async def Watch(
-        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+    async def Watch(self, request: pb.WatchRequest, context: ServicerContext) -> AsyncIterator[pb.WatchResponse]:
         async with aclosing(self._loop.watchers.frames(wants_memory=request.include_memory)) as frames:
             async for frame in frames:
                 yield frame
 
-    async def ReadBlock(
-        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ReadBlockResponse:
+    async def ReadBlock(self, request: pb.ReadBlockRequest, context: ServicerContext) -> pb.ReadBlockResponse:
         return block_message(self._replica.scheduler, request)
 
-    async def _hello(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest]) -> scheduler_pb2.Hello:
+    async def _hello(self, messages: AsyncIterator[pb.ConnectRequest]) -> pb.Hello:
         # A refusal before the message is read could collide with the gateway's write, and grpc would report INTERNAL.
         first = await anext(messages, None)
-        is_back = first is not None and self._requests.has_of(first.hello.gateway_id)
+        is_back = first is not None and self._requests.has_requests_of(first.hello.gateway_id)
         if not is_back:
             self._lifecycle.check_not_draining()
         self._check_attached()
@@ -221,7 +204,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._check_fits(first.hello)
         return first.hello
 
-    def _check_fits(self, hello: scheduler_pb2.Hello) -> None:
+    def _check_fits(self, hello: pb.Hello) -> None:
         """Raises FailedPrecondition if a gateway has other protocol versions, or another model than the workers."""
         info = self._replica.info
         assert info is not None
@@ -256,20 +239,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         properties of the replica. While the scheduler drains, it could not connect."""
         return self._replica.version != version and not self._lifecycle.is_draining
 
-    def _welcome(self) -> scheduler_pb2.ConnectResponse:
-        scheduler, info = self._replica.scheduler, self._replica.info
-        assert scheduler is not None
-        assert info is not None
-        return welcome_message(
-            self._replica.epoch,
-            info,
-            scheduler.config,
-            self._requests.durable_grace_s,
-            self._replica.role,
-            self._replica.kv_source.kv_namespace,
-        )
-
-    async def _read(self, messages: AsyncIterator[scheduler_pb2.ConnectRequest], connection: Connection) -> None:
+    async def _read(self, messages: AsyncIterator[pb.ConnectRequest], connection: Connection) -> None:
         async for message in messages:
             if connection.outbox.is_closed:
                 return
@@ -285,22 +255,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 case "detach":
                     self._detach(Reader(connection, Handle(message.detach.handle)))
                 case "end_unread":
-                    self._requests.end_unread(connection.gateway_id)
+                    self._requests.forget_unread(connection.gateway_id)
                 case "credit":
                     self._take_credit(message.credit, connection)
                 case other:
                     raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
 
-    def _take_credit(self, credit: scheduler_pb2.Credit, connection: Connection) -> None:
+    def _take_credit(self, credit: pb.Credit, connection: Connection) -> None:
         if not credit.messages:
             raise invalid_field("credit.messages", "is 0; it must be at least 1")
         try:
-            self._requests.taken(connection, credit.taken)
+            self._requests.acknowledge(connection, credit.taken)
         except ValueError as error:
             raise invalid_field("credit.taken", f"is {credit.taken}: {error}") from error
         connection.outbox.add_credit(credit.messages)
 
-    def _submit(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+    def _submit(self, submit: pb.Submit, reader: Reader) -> None:
         try:
             self._accept(submit, reader)
         except QuireError as error:
@@ -312,7 +282,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             refusal = Internal("an unexpected error; the scheduler's log has more", reason="UNEXPECTED")
             reader.connection.outbox.put_refusal(reader.handle, refusal)
 
-    def _accept(self, submit: scheduler_pb2.Submit, reader: Reader) -> None:
+    def _accept(self, submit: pb.Submit, reader: Reader) -> None:
         """Queues a request, or attaches its reader if it is known. Raises the error that the gateway gets."""
         info, scheduler = self._replica.info, self._replica.scheduler
         assert info is not None
@@ -335,19 +305,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 # Unless the request has its place by now.
                 self._replica.abort(offer.key)
 
-    def _resubmit(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> bool:
+    def _resubmit(self, submit: pb.Submit, request: Request, reader: Reader) -> bool:
         """Attaches the reader of a known request. Returns whether it is known."""
         if submit.resubmitted and not submit.offer:
-            held = Held.of(request, submit.num_prompt_logprobs)
+            held = Held.of_resubmission(request, submit.num_prompt_logprobs)
             if self._requests.resubmit(request, submit.nonce, reader, held):
                 for index in held.ended:
                     # A stop string ended it, and the gateway's Abort may be lost.
-                    abort = scheduler_pb2.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
+                    abort = pb.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
                     self._abort(abort, reader)
                 return True
         return False
 
-    def _enter(self, submit: scheduler_pb2.Submit, request: Request, reader: Reader) -> None:
+    def _enter(self, submit: pb.Submit, request: Request, reader: Reader) -> None:
         description = submit.SerializeToString() if _can_be_replayed(submit) else None
 
         def to_core(admitted: Request) -> None:
@@ -357,10 +327,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._requests.admit(request, submit.nonce, reader, to_core, description)
         failpoint("scheduler.submit.accepted")
 
-    def _resume(self, resume: scheduler_pb2.Resume, reader: Reader) -> None:
+    def _resume(self, resume: pb.Resume, reader: Reader) -> None:
         try:
             handle_from(resume.handle)
-            self._requests.attach(self._requests.find(resume.tenant, resume.request_id), reader, Held())
+            self._requests.attach(self._requests.find_durable(resume.tenant, resume.request_id), reader, Held())
         except QuireError as error:
             reader.connection.outbox.put_refusal(reader.handle, error)
 
@@ -369,9 +339,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if owned is not None and owned.durable is not None:
             self._requests.detach(owned)
         else:
-            self._abort(scheduler_pb2.Abort(handle=reader.handle), reader)
+            self._abort(pb.Abort(handle=reader.handle), reader)
 
-    def _abort(self, abort: scheduler_pb2.Abort, reader: Reader) -> None:
+    def _abort(self, abort: pb.Abort, reader: Reader) -> None:
         owned = reader.request
         usage = None if owned is None else self._replica.usage_so_far(owned.key)
         is_of_sequence = abort.HasField("sequence_index")
@@ -386,7 +356,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 return
         if owned is not None and owned.durable is not None and (abort.wants_usage or owned.is_over):
             # The reader may lack events of the other sequences; the usage comes with the end.
-            if self._requests.end(owned, usage, is_read_on=is_of_sequence):
+            if self._requests.end_durable(owned, usage, is_read_on=is_of_sequence):
                 return
         elif owned is not None:
             self._requests.forget(owned)
@@ -394,7 +364,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             reader.connection.outbox.put_aborted(reader.handle, usage)
 
 
-def _can_be_replayed(submit: scheduler_pb2.Submit) -> bool:
+def _can_be_replayed(submit: pb.Submit) -> bool:
     """Whether it is durable, and all of its output will be known here: log probabilities that an earlier scheduler
     reported are not."""
     has_logprobs = submit.output.HasField("logprobs") or submit.output.HasField("prompt_logprobs")

@@ -24,11 +24,10 @@ from scheduler_svc.service.watch_messages import ReplicaNow
 from scheduler_svc.service.watchers import Watchers
 from scheduler_svc.service.worker_link import (
     InvalidAnswerError,
-    WorkerGroup,
     WorkerHangsError,
-    WorkerLink,
     WorkerLostError,
     WorkerRefusedError,
+    Workers,
     WorkerTakenError,
 )
 from scheduler_svc.service.worker_messages import (
@@ -152,7 +151,7 @@ class StepLoop:
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
 
-    async def _attach(self) -> WorkerLink | WorkerGroup:
+    async def _attach(self) -> Workers:
         """Tries until the workers are attached."""
         backoff_s = _FIRST_BACKOFF_S
         logged = ""
@@ -179,7 +178,7 @@ class StepLoop:
                 self._start(link)
                 return link
 
-    def _start(self, link: WorkerLink | WorkerGroup) -> None:
+    def _start(self, link: Workers) -> None:
         """Workers were attached: the first step can be planned."""
         replica, info = self.replica, link.info
         assert replica.scheduler is not None
@@ -200,7 +199,7 @@ class StepLoop:
             replica.scheduler.batch.blocks.pool.num_cached,
         )
 
-    async def _drive(self, link: WorkerLink | WorkerGroup) -> None:
+    async def _drive(self, link: Workers) -> None:
         """Sends steps and receives results until one of the two fails. Raises WorkerLostError."""
         scheduler = self.replica.scheduler
         assert scheduler is not None
@@ -224,7 +223,7 @@ class StepLoop:
 
     # To the workers
 
-    async def _send_steps(self, link: WorkerLink | WorkerGroup, scheduler: Scheduler) -> None:
+    async def _send_steps(self, link: Workers, scheduler: Scheduler) -> None:
         """Plans steps and sends them, up to the number of steps in flight that the workers take."""
         depth, wake = min(self._max_steps_in_flight, link.info.max_steps_in_flight), self.replica.wake
         while True:
@@ -235,7 +234,7 @@ class StepLoop:
                 started = clock.monotonic()
                 plan = scheduler.schedule(started)
                 for key in scheduler.promised:
-                    self._requests.keep_room(key)
+                    self._requests.announce_room(key)
                 if plan is None:
                     break
                 planned = clock.monotonic()
@@ -256,7 +255,7 @@ class StepLoop:
             # A lease may have expired.
             self.lifecycle.update_busy()
 
-    async def _send_offers(self, link: WorkerLink | WorkerGroup) -> None:
+    async def _send_offers(self, link: Workers) -> None:
         """Sends offers before a step is planned that may reuse a lease's blocks: a worker leaves out blocks that are
         overwritten after an offer, but does not know about writes before it."""
         while self.replica.unsent_offers:
@@ -264,7 +263,7 @@ class StepLoop:
 
     # From the workers
 
-    async def _receive_answers(self, link: WorkerLink | WorkerGroup, scheduler: Scheduler) -> None:
+    async def _receive_answers(self, link: Workers, scheduler: Scheduler) -> None:
         """Receives answers and applies them to the core. Raises WorkerLostError."""
         while True:
             answer = await link.receive()
@@ -282,7 +281,7 @@ class StepLoop:
                     self._renew_lease(answer, scheduler, now)
                 case TierChanged():
                     scheduler.tier_changed(answer.slots, answer.hashes)
-                    self.replica.cache.tell()
+                    self.replica.cache.report_changes()
 
     def _apply_result(self, answer: StepAnswer, scheduler: Scheduler, now: float, address: str) -> None:
         """Applies the result of the oldest step, and emits its events. Raises InvalidAnswerError."""
@@ -304,7 +303,7 @@ class StepLoop:
         failpoint("scheduler.apply.before_emit")
         self._requests.deliver_prompt_logprobs(prompt_logprobs)
         self.replica.emit(result.step_id, events)
-        self.replica.cache.tell()
+        self.replica.cache.report_changes()
 
     def _apply_preparation(self, prepared: Prepared, scheduler: Scheduler, now: float, address: str) -> None:
         """A constraint is compiled, an adapter loaded, or blocks are fetched. Raises InvalidAnswerError."""
@@ -319,7 +318,7 @@ class StepLoop:
             _logger.warning("worker %s cannot load an adapter: %s", address, prepared.failure)
         self.replica.emit(0, events)
         self.replica.wake.set()
-        self.replica.cache.tell()
+        self.replica.cache.report_changes()
 
     def _renew_lease(self, fetched: Fetched, scheduler: Scheduler, now: float) -> None:
         """Another replica has fetched blocks: their lease is renewed, or ends once all ranks' blocks were fetched."""

@@ -130,7 +130,24 @@ def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
             yield Event(kind, plan.step_id, source, destination)
 
 
-def pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
+def add_queues(message: scheduler_pb2.GetStateResponse | scheduler_pb2.ReplicaNumbers, scheduler: Scheduler) -> None:
+    """Sets the lengths of the queues, the preemptions, and the pools."""
+    message.waiting_requests, message.swapped_requests = len(scheduler.waiting), len(scheduler.swapped)
+    message.running_requests, message.waiting_tokens = len(scheduler.running), scheduler.waiting.num_tokens
+    message.preemptions = scheduler.num_preemptions
+    add_pools(message, scheduler)
+
+
+def add_pools(
+    message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse | scheduler_pb2.ReplicaNumbers,
+    scheduler: Scheduler,
+) -> None:
+    """Sets the numbers of blocks of both pools."""
+    message.gpu_pool.CopyFrom(_pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
+    message.host_pool.CopyFrom(_pool_message(scheduler.swap_space.pool))
+
+
+def _pool_message(pool: BlockPool, num_pinned: int = 0) -> scheduler_pb2.PoolState:
     """The number of blocks of a pool in each state."""
     return scheduler_pb2.PoolState(
         total_blocks=pool.num_blocks,
@@ -174,13 +191,9 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
     message.num_blocks, message.num_host_blocks = config.num_blocks, config.num_host_blocks
     message.block_size, message.policy = config.block_size, config.policy.value
     message.max_num_seqs, message.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
-    message.waiting_requests, message.swapped_requests = len(scheduler.waiting), len(scheduler.swapped)
-    message.running_requests = len(scheduler.running)
+    add_queues(message, scheduler)
     message.running_sequences = int(np.count_nonzero(scheduler.batch.rows.active))
-    message.waiting_tokens = scheduler.waiting.num_tokens
-    message.gpu_pool.CopyFrom(pool_message(scheduler.batch.blocks.pool, scheduler.pins.num_pinned))
-    message.host_pool.CopyFrom(pool_message(scheduler.swap_space.pool))
-    message.preemptions, message.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
+    message.swap_outs = scheduler.num_swap_outs
     drafts = scheduler.draft_counts
     message.draft_tokens, message.accepted_draft_tokens = drafts.num_drafts, sum(drafts.right_at)
     message.prompt_tokens, message.cached_tokens = scheduler.num_prompt_tokens, scheduler.num_cached_tokens

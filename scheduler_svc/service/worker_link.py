@@ -1,6 +1,7 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +9,6 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from quire.messages.arrays import decode_int32
 from quire.model_files.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, Unavailable, from_rpc_error
@@ -18,20 +18,23 @@ from quire.runtime.failpoint import failpoint
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import check_model
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
-from scheduler_svc.core.moves import CommonTier, KvSource, Lease
+from scheduler_svc.core.block_pool import BlockHash, BlockId
+from scheduler_svc.core.moves import CommonTier, KvSource
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
+    Answer,
     Fetched,
     Prepared,
     RankPlace,
+    ReplicaInfo,
     StepAnswer,
     TierChanged,
+    answer_from,
     attach_message,
     prepare_message,
     replica_info,
     sealed_blocks,
-    step_answer,
     step_message,
 )
 
@@ -120,15 +123,45 @@ class RanksDisagreeError(WorkerFaultyError):
         return str(self)
 
 
-class WorkerLink:
-    """An attached worker, made by `attach`. Steps go out in order, results come back in the same order.
+class Workers(ABC):
+    """The attached workers of a replica. Steps go out in order, results come back in the same order.
 
     Attributes:
-        info: The worker's properties.
-        place: Its rank, and the number of ranks.
-        sealed: The blocks that the worker held as final when it was attached.
-        kv_source: Where other replicas find its blocks, without a lease.
+        info: The workers' properties.
+        address: Their addresses, for messages.
+        epoch: The epoch that they were attached under.
+        sealed: The blocks that all of them held as final when they were attached.
+        kv_source: Where other replicas find their blocks, without a lease.
     """
+
+    info: ReplicaInfo
+    address: str
+    epoch: int
+    sealed: list[tuple[BlockId, BlockHash]]
+    kv_source: KvSource
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a step. Raises WorkerLostError."""
+        await self.write(step_message(plan, self.epoch, self.info.worker_generation))
+
+    async def prepare(self, preparation: Preparation) -> None:
+        """Orders the workers to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
+        await self.write(prepare_message(preparation))
+
+    @abstractmethod
+    async def write(self, message: bytes) -> None:
+        """Sends a serialized message. Raises WorkerLostError."""
+
+    @abstractmethod
+    async def receive(self) -> Answer | None:
+        """The next answer, or None for a heartbeat. Raises WorkerLostError."""
+
+    @abstractmethod
+    async def close(self) -> None: ...
+
+
+class WorkerLink(Workers):
+    """The link to one worker, made by `attach`. `place` is its rank, and the number of ranks."""
 
     def __init__(
         self,
@@ -174,23 +207,13 @@ class WorkerLink:
                 raise _kind_of_refusal(error)(f"cannot attach to worker {address}: {_describe(error)}") from error
             raise
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a step. Raises WorkerLostError."""
-        await self.write(step_message(plan, self.epoch, self.info.worker_generation))
-
-    async def prepare(self, preparation: Preparation) -> None:
-        """Orders the worker to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
-        await self.write(prepare_message(preparation))
-
     async def write(self, message: bytes) -> None:
-        """Sends a serialized message. Raises WorkerLostError."""
         try:
             await self._call.write(message)
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
-    async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
-        """The next answer, or None for a heartbeat. Raises WorkerLostError."""
+    async def receive(self) -> Answer | None:
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -203,22 +226,8 @@ class WorkerLink:
         self._num_received += 1
         if not isinstance(response, worker_pb2.RunResponse):
             raise WorkerLostError(f"worker {self.address} ended the stream: {await self._call.details()}")
-        if response.HasField("prepared"):
-            return Prepared(response.prepared.number)
-        if response.HasField("adapter_loaded"):
-            loaded = response.adapter_loaded
-            return Prepared(loaded.number, loaded.failure if loaded.HasField("failure") else None)
-        if response.HasField("fetched"):
-            return Fetched(Lease(response.fetched.lease), response.fetched.done)
         try:
-            if response.HasField("moved"):
-                failed = decode_int32(response.moved.failed, "failed", minimum=0).tolist()
-                return Prepared(response.moved.number, failed=frozenset(failed))
-            if response.HasField("tier_changed"):
-                return TierChanged.of(response.tier_changed)
-            if not response.HasField("result"):
-                return None
-            return step_answer(response.result, self.info.vocab_size)
+            return answer_from(response, self.info.vocab_size)
         except InvalidArgument as error:
             raise InvalidAnswerError(f"worker {self.address} sent a malformed result: {error}") from error
 
@@ -239,7 +248,7 @@ class WorkerLink:
         self._call.cancel()
 
 
-class WorkerGroup:
+class WorkerGroup(Workers):
     """The links to several ranks, driven as one. Each rank gets the same bytes of every step. The answer of rank 0
     counts once all ranks have answered. The group is lost with any of its ranks.
     """
@@ -257,10 +266,8 @@ class WorkerGroup:
             first.kv_source.kv_namespace if len(namespaces) == 1 else "",
             tuple(endpoint for source in sources for endpoint in source.endpoints),
         )
-        self._epoch = epoch
-        self._answers: asyncio.Queue[tuple[int, StepAnswer | Prepared | Fetched | TierChanged | Exception | None]] = (
-            asyncio.Queue()
-        )
+        self.epoch = epoch
+        self._answers: asyncio.Queue[tuple[int, Answer | Exception | None]] = asyncio.Queue()
         # For each rank, its answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
         # Ranks that have sent a heartbeat since the group's last one.
@@ -270,19 +277,7 @@ class WorkerGroup:
         self._tier = CommonTier(len(links))
         self._readers = [asyncio.create_task(self._read(rank, link)) for rank, link in enumerate(links)]
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a step to all ranks, serialized once. Raises WorkerLostError."""
-        await self._write(step_message(plan, self._epoch, self.info.worker_generation))
-
-    async def prepare(self, preparation: Preparation) -> None:
-        """Orders all ranks to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
-        await self._write(prepare_message(preparation))
-
-    async def write(self, message: bytes) -> None:
-        """Sends a serialized message to all ranks. Raises WorkerLostError."""
-        await self._write(message)
-
-    async def receive(self) -> StepAnswer | Prepared | Fetched | TierChanged | None:
+    async def receive(self) -> Answer | None:
         """The next answer of rank 0, once all ranks have answered the step, or None once each rank has sent a heartbeat
         (so no step counts as late while one rank is silent). Fetches by other replicas are returned for each rank.
 
@@ -291,33 +286,32 @@ class WorkerGroup:
         """
         while not all(self._unmatched):
             rank, answer = await self._answers.get()
-            if isinstance(answer, Exception):
-                raise answer
-            if isinstance(answer, Prepared):
-                answers = self._prepared[answer.number]
-                answers.append(answer)
-                if len(answers) < len(self._links):
-                    continue
-                del self._prepared[answer.number]
-                failed = frozenset[int]().union(*(each.failed for each in answers))
-                return replace(next((each for each in answers if each.failure), answer), failed=failed)
-            if isinstance(answer, TierChanged):
-                slots, hashes = self._tier.change(rank, answer.slots, answer.hashes)
-                if not slots:
-                    continue
-                return TierChanged(slots, hashes)
-            if isinstance(answer, Fetched):
-                return answer
-            if answer is not None:
-                self._unmatched[rank].append(answer)
-            else:
-                self._alive.add(rank)
-                if len(self._alive) == len(self._links):
-                    self._alive.clear()
-                    return None
-        return self._take_matched()
+            match answer:
+                case StepAnswer():
+                    self._unmatched[rank].append(answer)
+                case None:
+                    self._alive.add(rank)
+                    if len(self._alive) == len(self._links):
+                        self._alive.clear()
+                        return None
+                case Prepared():
+                    answers = self._prepared[answer.number]
+                    answers.append(answer)
+                    if len(answers) == len(self._links):
+                        del self._prepared[answer.number]
+                        failed = frozenset[int]().union(*(each.failed for each in answers))
+                        return replace(next((each for each in answers if each.failure), answer), failed=failed)
+                case TierChanged():
+                    slots, hashes = self._tier.change(rank, answer.slots, answer.hashes)
+                    if slots:
+                        return TierChanged(slots, hashes)
+                case Fetched():
+                    return answer
+                case Exception():
+                    raise answer
+        return self._next_matched()
 
-    def _take_matched(self) -> StepAnswer:
+    def _next_matched(self) -> StepAnswer:
         """Rank 0's answer to the oldest step, which all ranks have answered. Raises RanksDisagreeError."""
         first, *others = (answers.popleft() for answers in self._unmatched)
         for link, answer in zip(self._links[1:], others, strict=True):
@@ -335,7 +329,7 @@ class WorkerGroup:
         await asyncio.gather(*self._readers, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in self._links))
 
-    async def _write(self, message: bytes) -> None:
+    async def write(self, message: bytes) -> None:
         first, *others = self._links
         await asyncio.gather(first.write(message), *(self._write_to_other(link, message) for link in others))
 
@@ -355,7 +349,7 @@ class WorkerGroup:
 
 async def attach_workers(
     addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
-) -> WorkerLink | WorkerGroup:
+) -> Workers:
     """Attaches all ranks of a replica under one epoch, or none. Fails with the first rank that cannot be attached.
 
     Args:

@@ -284,7 +284,7 @@ class RowPromptLogprobs:
     first_position: int
     columns: LogprobColumns
 
-    def of(self, request: Request) -> "PromptLogprobs":
+    def for_request(self, request: Request) -> "PromptLogprobs":
         """The log probabilities for the request in the row. Raises ValueError if it has no such positions."""
         first, end = self.first_position, self.first_position + len(self.columns)
         if not 1 <= first <= end <= len(request.prompt):
@@ -320,7 +320,7 @@ class TierChanged:
     hashes: list[BlockHash]
 
     @classmethod
-    def of(cls, message: worker_pb2.TierChanged) -> Self:
+    def from_message(cls, message: worker_pb2.TierChanged) -> Self:
         """A change from its message. Raises InvalidArgument if the arrays of the message are malformed."""
         slots = decode_int32(message.slots, "slots", minimum=0).tolist()
         return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
@@ -378,6 +378,31 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         (timings.queue_us, timings.cache_operations_us, timings.model_us, timings.sample_us),
         _token_ids_crc32(message),
     )
+
+
+Answer = StepAnswer | Prepared | Fetched | TierChanged
+"""A message that an attached worker sends, except heartbeats."""
+
+
+def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> Answer | None:
+    """A worker's answer from its message; None for a heartbeat. Raises InvalidArgument if an array is malformed."""
+    match message.WhichOneof("message"):
+        case "result":
+            return step_answer(message.result, vocab_size)
+        case "prepared":
+            return Prepared(message.prepared.number)
+        case "adapter_loaded":
+            loaded = message.adapter_loaded
+            return Prepared(loaded.number, loaded.failure if loaded.HasField("failure") else None)
+        case "moved":
+            failed = decode_int32(message.moved.failed, "failed", minimum=0).tolist()
+            return Prepared(message.moved.number, failed=frozenset(failed))
+        case "fetched":
+            return Fetched(Lease(message.fetched.lease), message.fetched.done)
+        case "tier_changed":
+            return TierChanged.from_message(message.tier_changed)
+        case _:
+            return None
 
 
 def _counts(data: bytes, field: str) -> np.ndarray | None:
@@ -443,7 +468,7 @@ class PromptLogprobsRouter:
                     f"step {step_id} reports prompt logprobs of row {report.row}, which did not request them"
                 )
             if report.row not in non_finite:
-                routed.append(report.of(request))
+                routed.append(report.for_request(request))
         return routed
 
     def clear(self) -> None:

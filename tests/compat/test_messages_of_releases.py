@@ -16,7 +16,8 @@ from gateway.replicas import request_messages
 from gateway.replicas.events import EventBatch, cache_update_from, event_batch_from, welcome_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.limits import limits_of
-from gateway.request.prepare import CallParameters, prepare
+from gateway.request.parameters import CallParameters
+from gateway.request.prepare import prepare
 from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2

@@ -11,9 +11,8 @@ from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
 from quire.messages.prefix_hashes import root_hash, short
 from scheduler_svc.core.block_pool import PrefixHashes
-from scheduler_svc.service import cache_digest
-from scheduler_svc.service.cache_digest import CacheDigest, sampling_bits_for
-from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.service import cache_changes
+from scheduler_svc.service.cache_changes import CacheDigest, CacheFeed, sampling_bits_for
 from scheduler_svc.service.gateway_messages import gateway_messages
 from scheduler_svc.service.outbox import Outbox
 from tests.support.core_driver import Driver, make_config, make_request
@@ -72,10 +71,10 @@ class Gateway:
 def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
     with pytest.MonkeyPatch.context() as patch:
         # The pool is read in several turns.
-        patch.setattr(cache_digest, "_READ_AT_ONCE", 5)
+        patch.setattr(cache_changes, "_READ_AT_ONCE", 5)
         if is_sampled:
             # About every fourth block of the pool is reported.
-            patch.setattr(cache_digest, "_MAX_TOLD", 8)
+            patch.setattr(cache_changes, "_MAX_REPORTED", 8)
         has_host = data.draw(st.booleans(), label="host memory instead of a disk")
         host = {"num_host_blocks": 30, "caches_on_host": True} if has_host else {}
         driver, timer = Driver(make_config(num_blocks=24, max_waiting_requests=100, **host)), Timer()
@@ -93,10 +92,10 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                     driver.submit(make_request(handle, prompt=prompt, tenant=tenant, max_tokens=4))
                     while driver.scheduler.num_live:
                         driver.run_steps(1)
-                        feed.tell()
+                        feed.report_changes()
                 case "disk" if not has_host:
                     driver.tell_disk(driver.device.keep_on_disk(20))
-                    feed.tell()
+                    feed.report_changes()
                 case "fire":
                     timer.fire()
                 case "read":
@@ -109,7 +108,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                     # Another core, as after workers with another pool.
                     driver = Driver(make_config(num_blocks=24, max_waiting_requests=100))
                     feed.follow(driver.scheduler)
-                    feed.tell()
+                    feed.report_changes()
                 case "leave":
                     for gateway in gateways[1:]:
                         digest.remove(gateway.outbox)
@@ -121,7 +120,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
                         assert driver.scheduler.batch.blocks.pool.log is None
                 case "crash":
                     driver.crash()
-                    feed.tell()
+                    feed.report_changes()
         gateways.append(Gateway())
         digest.add(gateways[-1].outbox)
         timer.fire_all()
@@ -140,7 +139,7 @@ def test_gateways_know_the_cache_whenever_they_read(data, is_sampled):
 
 
 def test_a_large_pool_is_told_in_parts_each_of_which_is_small(monkeypatch):
-    monkeypatch.setattr(cache_digest, "_READ_AT_ONCE", 4)
+    monkeypatch.setattr(cache_changes, "_READ_AT_ONCE", 4)
     driver, feed, timer = Driver(make_config(num_blocks=16)), CacheFeed(), Timer()
     driver.submit(make_request(1, prompt_len=50))
     driver.run_until_idle()
@@ -170,7 +169,7 @@ def test_events_go_on_when_the_last_gateway_leaves():
     told.clear()
     driver.submit(make_request(1, prompt_len=9))
     driver.run_until_idle()
-    feed.tell()
+    feed.report_changes()
     assert sum(len(changes.stored) for changes in told) == 3
 
 

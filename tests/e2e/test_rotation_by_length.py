@@ -5,24 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.models import VOCAB_SIZE, Family, make_model
+from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.whole_engine import WholeEngine, make_request
+from tests.unit.worker_svc.models.test_rotation_by_length import LONGEST, SCALED
 
-ORIGINAL = 32
-PHI_3 = Family(
-    "Phi3",
-    {
-        "original_max_position_embeddings": ORIGINAL,
-        "max_position_embeddings": 256,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 1e4,
-            "partial_rotary_factor": 0.5,
-            "short_factor": [1.0, 1.1, 1.25, 2.0],
-            "long_factor": [1.0, 3.0, 10.0, 30.0],
-        },
-    },
-)
+PHI_3 = SCALED["phi3-longrope"]
 TEXT = torch.randint(3, VOCAB_SIZE, (100,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -35,10 +22,10 @@ def test_prompts_of_all_lengths_share_a_prefix_and_generate_beyond_the_original_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, prompts = make_model(tmp_path, PHI_3), [TEXT[:length] for length in (70, 20, 31, 32, 33, 41)]
-    engine = start(tmp_path, "--max-model-len=256")
-    assert "the rotation of all sequences is the one for 256 tokens" in caplog.text
-    assert engine.worker.info.model.max_model_len == 256
-    requests = [make_request(number, prompt, max_tokens=60) for number, prompt in enumerate(prompts)]
+    engine = start(tmp_path, f"--max-model-len={LONGEST}")
+    assert f"the rotation of all sequences is the one for {LONGEST} tokens" in caplog.text
+    assert engine.worker.info.model.max_model_len == LONGEST
+    requests = [make_request(number, prompt, max_tokens=58) for number, prompt in enumerate(prompts)]
     texts = engine.run(requests, max_num_batched_tokens=24)
     assert any(usage.cached_tokens for usage in engine.usages.values())
     for number, prompt in enumerate(prompts):

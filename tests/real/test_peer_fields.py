@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from gateway.api.field_rule import Part
-from gateway.api.openai.schemas import ChatBody, CompletionBody
-from gateway.api.responses.read import ResponseBody
+from gateway.api.generation_fields import CompletionBody
+from gateway.api.openai.schemas import ChatBody
+from gateway.api.responses.read_response import ResponseBody
 from tests.real.packages import pypi
 
 pytestmark = pytest.mark.real

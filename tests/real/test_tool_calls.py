@@ -43,37 +43,25 @@ _RENAMED = {
 # A call ends their messages: templates refuse several calls, or one token ends both the call and the answer.
 _SINGLE = ("Llama 3.1", "gpt-oss")
 _CITIES, _UNITS = ["Paris", "Oslo", "名古屋"], ["C", "F"]
+
+
+def tool(name: str, description: str, properties: dict[str, Any]) -> Any:
+    fields = {"properties": properties, "required": [*properties], "additionalProperties": False}
+    function = {"name": name, "description": description, "parameters": {"type": "object"} | fields}
+    return {"type": "function", "function": function}
+
+
 TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "The weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "enum": _CITIES},
-                    "days": {"type": "integer", "minimum": 1, "maximum": 9},
-                    "unit": {"type": "string", "enum": _UNITS},
-                },
-                "required": ["city", "days", "unit"],
-                "additionalProperties": False,
-            },
+    tool(
+        "get_weather",
+        "The weather of a city.",
+        {
+            "city": {"type": "string", "enum": _CITIES},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"type": "string", "enum": _UNITS},
         },
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "now",
-            "description": "The time.",
-            "parameters": {
-                "type": "object",
-                "properties": {"utc": {"type": "boolean"}},
-                "required": ["utc"],
-                "additionalProperties": False,
-            },
-        },
-    },
+    ),
+    tool("now", "The time.", {"utc": {"type": "boolean"}}),
 ]
 
 

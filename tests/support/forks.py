@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 
 WORKER = ("worker_svc.startup", "worker_svc.app")
-SERVICES = ("scheduler_svc.service.app", "gateway.app")
+_FRONTS = ("openai", "responses", "anthropic", "kserve", "batches", "ui")
+SERVICES = ("scheduler_svc.service.app", "gateway.app", *(f"gateway.api.{name}.front" for name in _FRONTS))
 # Libraries that most tiers of tests import: three quarters of the time that a pytest process takes for collection.
 _LIBRARIES = (
     *("anthropic", "compressed_tensors", "huggingface_hub", "openai.types.responses", "scipy.stats"),

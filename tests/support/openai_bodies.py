@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
-from gateway.api.openai.read import parse_body
-from gateway.api.openai.schemas import Body
+from gateway.api.generation_fields import Body
+from gateway.api.openai.read_openai import parse_body
 from gateway.request.counting import EntryLimits
 
 BodyType = TypeVar("BodyType", bound=Body)

@@ -7,7 +7,7 @@ request that fails with a retryable error is retried until the batch expires.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from gateway.api.batches.store import (
     BatchStore,
     Line,
 )
+from gateway.api.front import CallReader
 from gateway.api.leased_runs import LeasedRun, LeasedRuns
 from gateway.api.respond import Call, whole_answer
 from gateway.auth.caller import LOWEST_PRIORITY, set_caller
@@ -42,7 +43,6 @@ _ANSWER_ID = "batch_req_"
 ANSWER_BEGIN = f'{{"id":"{_ANSWER_ID}'.encode()
 """The first bytes of each line of results."""
 _RETRIED = (429, 503, 504)
-ReadCall = Callable[[str, bytes], Awaitable[Call]]
 _logger = logging.getLogger(__name__)
 
 
@@ -70,20 +70,20 @@ class Batches(LeasedRuns[BatchRow, _Run]):
         generator: Generator,
         store: BatchStore,
         authenticator: Authenticator,
-        read_call: ReadCall,
+        call_readers: Mapping[str, CallReader],
         limits: BatchLimits,
         memory: BodyMemory,
         *,
         gateway_id: str,
         concurrency: int,
     ) -> None:
-        """`read_call` makes a call from an endpoint and the body of a request. At most `concurrency` requests run at
-        once, and only while `memory` has room for their bodies."""
+        """`call_readers` read the bodies of requests, by the path of the endpoint. At most `concurrency` requests run
+        at once, and only while `memory` has room for their bodies."""
         super().__init__(store, generator, "batches")
         self.store = store
         self.limits = limits
         self._authenticator = authenticator
-        self._read_call = read_call
+        self._call_readers = call_readers
         self._gateway_id = gateway_id
         self._memory = memory
         self._concurrency = concurrency
@@ -133,6 +133,9 @@ class Batches(LeasedRuns[BatchRow, _Run]):
         """Runs all requests that have no answers. Raises NotOwnerError, by itself or in a group, if the batch must not
         continue."""
         store = self.store
+        if row.endpoint not in self._call_readers:
+            _logger.warning("batch %s waits for a gateway that serves %s (--fronts)", row.id, row.endpoint)
+            raise NotOwnerError
         caller = self._authenticator.find(row.key_id, row.tenant)
         if caller is None:
             error = LineError(None, "invalid_api_key", "the API key of the batch is no longer valid")
@@ -187,7 +190,7 @@ class Batches(LeasedRuns[BatchRow, _Run]):
             held.add(line.size)
             message_memory.set(held)
             body = await asyncio.to_thread(body_of, self.store.files.path_of(row.input_file), line)
-            call = await self._read_call(row.endpoint, body)
+            call = await self._call_readers[row.endpoint](body)
             return call.id, await whole_answer(self._generator, call, LOWEST_PRIORITY), None
         except Exception as error:
             failed = error_answer(error)

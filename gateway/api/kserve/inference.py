@@ -13,11 +13,12 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from gateway.api.answer_parts import logprobs_by_token_id
 from gateway.api.answers import as_json
+from gateway.api.body import validated
+from gateway.api.constraint_fields import check_constraints
 from gateway.api.field_rule import FieldRule
-from gateway.api.openai.read import body_of, completion_options, names_of
-from gateway.api.openai.schemas import CompletionBody
-from gateway.api.openai.write import logprobs_by_token_id
+from gateway.api.generation_fields import UNION_TYPES, CompletionBody, check_generation, completion_options, names_of
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import (
@@ -281,7 +282,12 @@ class SamplingFields:
         """The body of a completion. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
         with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
-            return body_of(CompletionBody, self.values, rule, "kserve")
+            body, violations = validated(CompletionBody, self.values, UNION_TYPES), Violations()
+            rule.check(violations, body, "kserve")
+            check_generation(violations, body)
+            check_constraints(violations, body)
+            violations.raise_if_any()
+            return body
 
 
 def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -> SamplingFields:

@@ -1,10 +1,9 @@
 """The Open Inference Protocol v2 over HTTP, with tensors as JSON: routes for the methods of the gRPC servicer."""
 
 import asyncio
-import functools
 import math
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, NotRequired, cast
 
@@ -15,26 +14,24 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
+from gateway.api.answer_parts import LOWEST
 from gateway.api.answers import (
     Dialect,
     ErrorAnswer,
-    HttpError,
     StreamedResponse,
     WholeResponse,
     as_json,
-    error_answer,
-    error_response,
 )
 from gateway.api.body import BodyLimits, load_json, max_entries, read_body, read_model, validated
 from gateway.api.field_rule import FieldRule, Part
+from gateway.api.front import FrontContext
 from gateway.api.kserve.inference import INPUTS, MAX_ELEMENTS, MAX_PARAMETERS, bytes_of, values_of_bytes
 from gateway.api.kserve.inference_servicer import KServeServicer
-from gateway.api.openai.write import LOWEST
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.request.body_memory import count_answer
 from gateway.request.violations import Violations, shortened
 from quire.inference import open_inference_pb2 as pb
-from quire.rpc.errors import InvalidArgument, QuireError
+from quire.rpc.errors import InvalidArgument
 
 ROOT = "/v2"
 _MAX_TENSORS = 64
@@ -53,7 +50,6 @@ _UNION_TYPES = {
 # Description of the generate extension's stream, for its route.
 _EVENTS: Mapping[str, Any] = {"answer": None, "media_type": "text/event-stream"}
 Element = str | bool
-Endpoint = Callable[["_KServeRoutes", Request], Awaitable[Any]]
 
 
 Parameters = Annotated[dict[str, bool | int | float | str] | None, max_entries(MAX_PARAMETERS)]
@@ -151,10 +147,9 @@ class InferenceError(TypedDict):
     error: str
 
 
-def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
-    """The routes. All need a key if the gateway has keys, like the gRPC methods. `keep_alive_s` is the maximum silence
-    of a stream; 0 means no limit."""
-    routes = _KServeRoutes(servicer, body_limits, keep_alive_s)
+def kserve_routes(context: FrontContext, servicer: KServeServicer) -> list[ApiRoute]:
+    """The routes. All need a key if the gateway has keys, like the gRPC methods."""
+    routes = _KServeRoutes(servicer, context.body_limits, context.keep_alive_s)
     return [
         _route(ROOT, routes.server),
         _route("/v2/health/live", routes.live),
@@ -178,19 +173,6 @@ def kserve_routes(servicer: KServeServicer, body_limits: BodyLimits, *, keep_ali
     ]
 
 
-def _in_protocol(endpoint: Endpoint) -> Endpoint:
-    """Sends errors in the protocol's form, if they occur before the answer begins."""
-
-    @functools.wraps(endpoint)
-    async def answer(routes: "_KServeRoutes", request: Request) -> Any:
-        try:
-            return await endpoint(routes, request)
-        except (HttpError, QuireError) as error:
-            return error_response(error_answer(error), DIALECT)
-
-    return answer
-
-
 class _KServeRoutes:
     def __init__(self, servicer: KServeServicer, body_limits: BodyLimits, keep_alive_s: float) -> None:
         self._servicer = servicer
@@ -212,7 +194,6 @@ class _KServeRoutes:
         answer = await self._servicer.ServerReady(pb.ServerReadyRequest(), None)
         return JSONResponse(Readiness(ready=answer.ready), 200 if answer.ready else 503)
 
-    @_in_protocol
     async def model(self, request: Request) -> InferenceModel:
         """The tensors of a model."""
         metadata = await self._servicer.ModelMetadata(pb.ModelMetadataRequest(**_model(request)), None)
@@ -224,7 +205,6 @@ class _KServeRoutes:
             "outputs": list(map(_tensor_json, metadata.outputs)),
         }
 
-    @_in_protocol
     async def model_ready(self, request: Request) -> Response:
         """Whether a request for a model would run at once."""
         answer = await self._servicer.ModelReady(pb.ModelReadyRequest(**_model(request)), None)
@@ -233,7 +213,6 @@ class _KServeRoutes:
         found = ModelReadiness(name=metadata.name, ready=answer.ready)
         return JSONResponse(found, 200 if answer.ready else 503)
 
-    @_in_protocol
     async def infer(self, request: Request) -> Response:
         """Continues one or several prompts."""
         data = await read_body(request, self._body_limits, media_types=(_BINARY,))
@@ -253,7 +232,6 @@ class _KServeRoutes:
 
         return WholeResponse(make, headers, DIALECT)
 
-    @_in_protocol
     async def generate(self, request: Request) -> Response:
         """Continues one prompt, in the form of Triton's generate extension."""
         asked = await _generate_message(request, self._body_limits, streams=False)
@@ -266,7 +244,6 @@ class _KServeRoutes:
 
         return WholeResponse(make, {}, DIALECT)
 
-    @_in_protocol
     async def generate_stream(self, request: Request) -> Response:
         """Continues one prompt as a stream of server-sent events, one for each piece of the text."""
         asked = await _generate_message(request, self._body_limits, streams=True)
@@ -278,19 +255,16 @@ class _KServeRoutes:
 
         return StreamedResponse(make, lambda: True, self._keep_alive_s, {}, DIALECT)
 
-    @_in_protocol
     async def config(self, request: Request) -> AnyObject:
         """The model's configuration in Triton's form."""
         answer = await self._servicer.ModelConfig(pb.ModelConfigRequest(**_model(request)), None)
         return _plain(answer.config)
 
-    @_in_protocol
     async def statistics(self, request: Request) -> AnyObject:
         """The number and the durations of inferences, for operators."""
         named = _model(request) if "model" in request.path_params else {}
         return _plain(await self._servicer.ModelStatistics(pb.ModelStatisticsRequest(**named), None))
 
-    @_in_protocol
     async def index(self, request: Request) -> list[AnyObject]:
         """The served models."""
         data = await read_body(request, self._body_limits)

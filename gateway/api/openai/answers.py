@@ -1,4 +1,4 @@
-"""Answers of completions and chat completions, whole and as chunks, and answers about models and tokens.
+"""Answers of completions and chat completions, whole and as chunks, and answers about tokens.
 
 Writers build these objects, and /openapi.json is made from them. A field that may be absent is NotRequired; a list that
 may be long is an Iterable, so that its entries are made while it is written.
@@ -9,6 +9,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from gateway.api.answer_parts import ChatLogprobs, LogprobsByTokenId, OutputTokensDetails
 from gateway.api.answers import ErrorBody
 
 
@@ -24,27 +25,11 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
-class OutputTokensDetails(TypedDict):
-    """Counts of output tokens. `reasoning_tokens` includes the marks around the reasoning; the other counts concern the
-    request's prediction."""
-
-    reasoning_tokens: int
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
 class CompletionUsage(TokenCounts):
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: OutputTokensDetails
 
 
-class TokenLogprob(TypedDict):
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-LogprobsByTokenId = dict[str, TokenLogprob]
 PromptLogprobs = Iterable[LogprobsByTokenId | None]
 
 
@@ -53,21 +38,6 @@ class CompletionLogprobs(TypedDict):
     token_logprobs: Iterable[float | None]
     top_logprobs: Iterable[dict[str, float] | None]
     text_offset: Iterable[int]
-
-
-class TopLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(TypedDict):
-    content: Iterable[ChatTokenLogprob]
-    refusal: None
 
 
 class RequestMetrics(TypedDict):
@@ -256,30 +226,7 @@ CompletionEvent = CompletionChunk | ErrorBody
 ChatEvent = ChatCompletionChunk | ErrorBody
 
 
-# Models, tokens and calls.
-
-
-class CancelledRequest(TypedDict):
-    id: str
-    object: Literal["request"]
-    cancelled: Literal[True]
-
-
-class ServedModelShape(TypedDict):
-    """A served model. `parent` is an adapter's base model. `max_model_len` is null until a scheduler is reached."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int | None
-
-
-class ServedModels(TypedDict):
-    object: Literal["list"]
-    data: list[ServedModelShape]
+# Tokens.
 
 
 class Tokens(TypedDict):

@@ -3,21 +3,16 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from gateway.api.answers import OPENAI, client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Names
-from gateway.api.openai.read import (
-    chat_options,
-    completion_options,
-    completion_prompts,
-    is_echo_alone,
-    names_of,
-)
-from gateway.api.openai.schemas import UNION_TYPES, ChatBody, CompletionBody, GenerationBody
-from gateway.api.openai.write import ChatShaper, CompletionShaper, head_of
+from gateway.api.generation_fields import CompletionBody, GenerationBody, completion_options, is_echo_alone, names_of
+from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
+from gateway.api.openai.schemas import UNION_TYPES, ChatBody
+from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
@@ -29,34 +24,42 @@ from gateway.types import Prompt, RequestOptions, TextPrompt
 from quire.rpc.errors import invalid_field
 from quire.runtime import clock, entropy
 
+BodyType = TypeVar("BodyType", bound=GenerationBody)
 # Ids that stay valid with the prefix, the suffix and the number of a prompt.
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 
 
-class _Call:
+class _Call(Generic[BodyType]):
     """The common part of both calls. See gateway.api.respond.Call."""
 
     dialect = OPENAI
     stream_form = STREAMED
+    body_type: type[BodyType]
+    id_prefix: str
 
-    def __init__(self, body: GenerationBody, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{body.request_id or _new_id()}"
+    def __init__(self, body: BodyType, model: str) -> None:
+        self.id = f"{self.id_prefix}-{body.request_id or _new_id()}"
+        self._body = body
         self.streams = bool(body.stream)
         self._head = head_of(self.id, int(clock.unix_s()), model)
         # The id by which the request can be cancelled.
         self._request_id = self.id if body.request_id is None else body.request_id
         self._is_durable = bool(body.durable)
 
-    def _front_end(self, body: GenerationBody) -> bytes:
+    @classmethod
+    def read_back(cls, live: LiveRequest) -> Self:
+        """The call that began a durable stream. Raises NotFound if it was of another API."""
+        kept = FrontEnd.of(live.request.front_end, cls.body_type.api, live.request.request_id)
+        call = cls(validated(cls.body_type, kept.body, UNION_TYPES), kept.model)
+        call.id, call._head = kept.id, head_of(kept.id, kept.created, kept.model)
+        return call
+
+    def _front_end(self, body: BodyType) -> bytes:
         """The front end's data of a durable stream, else empty. Raises InvalidArgument if it is too large."""
         if not self._is_durable:
             return b""
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return FrontEnd(body.api, self.id, self._head["created"], self._head["model"], fields, {}).to_bytes()
-
-    def _be_as(self, kept: FrontEnd) -> Self:
-        self.id, self._head = kept.id, head_of(kept.id, kept.created, kept.model)
-        return self
 
     async def keep(self) -> None:
         """Does nothing, since answers of this API are not stored."""
@@ -71,20 +74,12 @@ def _new_id() -> str:
     return f"{given}-{entropy.random_hex(4)}"
 
 
-class ChatCall(_Call):
+class ChatCall(_Call[ChatBody]):
     """A chat completion: one request."""
 
     shows_prompt_by_choice = False
-
-    def __init__(self, body: ChatBody, model: str) -> None:
-        super().__init__(body, "chatcmpl", model)
-        self._body = body
-
-    @classmethod
-    def read_back(cls, live: LiveRequest) -> Self:
-        """The call that began a durable stream. Raises NotFound if it was of another API."""
-        kept = FrontEnd.of(live.request.front_end, ChatBody.api, live.request.request_id)
-        return cls(validated(ChatBody, kept.body, UNION_TYPES), kept.model)._be_as(kept)
+    body_type = ChatBody
+    id_prefix = "chatcmpl"
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         options = chat_options(self._body, self._request_id)
@@ -94,30 +89,25 @@ class ChatCall(_Call):
         return [dataclasses.replace(options, durable=self._is_durable, front_end=front_end)]
 
     def names(self, position: int) -> Names:
-        return names_of(self._body)
+        return chat_names(self._body)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ChatShaper:
         return ChatShaper(self._head, self._body, live[0], generator.model.tokenizer.token_texts)
 
 
-class CompletionCall(_Call):
+class CompletionCall(_Call[CompletionBody]):
     """A completion: one request per prompt."""
 
     shows_prompt_by_choice = True
+    body_type = CompletionBody
+    id_prefix = "cmpl"
 
     def __init__(self, body: CompletionBody, model: str) -> None:
         """Raises InvalidArgument for a missing prompt."""
         if body.prompt is None:
             raise invalid_field("prompt", "is missing")
-        super().__init__(body, "cmpl", model)
-        self._body = body
+        super().__init__(body, model)
         self._prompts = completion_prompts(body)
-
-    @classmethod
-    def read_back(cls, live: LiveRequest) -> Self:
-        """The call that began a durable stream. Raises NotFound if it was of another API."""
-        kept = FrontEnd.of(live.request.front_end, CompletionBody.api, live.request.request_id)
-        return cls(validated(CompletionBody, kept.body, UNION_TYPES), kept.model)._be_as(kept)
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         num_prompts = len(self._prompts)

@@ -9,6 +9,7 @@ from gateway.api import field_rule
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.field_rule import Part, Unread
 from gateway.api.fields import TOOL_CHOICES, effort_arguments, make_tool
+from gateway.api.generation_fields import ContentPart
 from gateway.request.limits import MAX_TEMPLATE_LENGTH
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage
@@ -20,16 +21,6 @@ _KNOWN_TYPES = " or ".join(TOOL_TYPES)
 _ASSISTANT = "assistant"
 # Roles whose messages may lack content: an answer may have only calls, and an answer or a tool result may be empty.
 _MAY_BE_EMPTY = frozenset({_ASSISTANT, "tool", "function"})
-
-
-class ContentPart(Part):
-    """A part of the content. `type` is text, or refusal in an assistant's message, with the field of that name."""
-
-    unread: ClassVar[Unread] = field_rule.CHAT_PART
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
 
 
 class CalledFunction(Part):

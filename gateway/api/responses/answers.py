@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from gateway.api.answer_parts import ChatTokenLogprob, OutputTokensDetails
 from gateway.api.answers import ErrorDetail
-from gateway.api.openai.answers import ChatTokenLogprob, OutputTokensDetails
 
 
 class OutputText(TypedDict):

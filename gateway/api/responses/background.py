@@ -31,7 +31,7 @@ from gateway.api.responses.background_store import (
     no_background,
 )
 from gateway.api.responses.calls import ResponseCall
-from gateway.api.responses.write import ResponseShaper, error_event, output_so_far
+from gateway.api.responses.write_response import ResponseShaper, error_event, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.leased_table import NotOwnerError
@@ -40,7 +40,7 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
-from gateway.request.prepare import CallParameters
+from gateway.request.parameters import CallParameters
 from gateway.request.violations import renaming
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
@@ -301,8 +301,7 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
                 shaper = await call.shaper(generator, [live])
                 if run.began is not None and run.is_new:
                     run.began.set_result(as_json(shaper.state(QUEUED)))
-                written = _Written(num_events, len(tokens))
-                log = _Log(self._store, row, written, partial(self._tell, row.id))
+                log = _Log(self._store, row, num_events, len(tokens), partial(self._tell, row.id))
                 try:
                     await self._write_all(call, shaper, live, log)
                 finally:
@@ -358,14 +357,6 @@ def _about_to_stop() -> Unavailable:
     return Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """The number of events of a response in the store, and of the tokens that they contain."""
-
-    num_events: int
-    num_tokens: int
-
-
 class _Log:
     """Appends events to the store in the background: all events that come during one write form the next write.
 
@@ -375,16 +366,17 @@ class _Log:
     """
 
     def __init__(
-        self, store: BackgroundStore, row: Background, written: _Written, on_write: Callable[[], object]
+        self, store: BackgroundStore, row: Background, num_events: int, num_tokens: int, on_write: Callable[[], object]
     ) -> None:
-        self.is_new = not written.num_events
+        """The store has `num_events` events of the response, which contain `num_tokens` tokens."""
+        self.is_new = not num_events
         self.state: tuple[str, bytes | None] = QUEUED if self.is_new else IN_PROGRESS, None
         self._store = store
         self._row = row
         self._on_write = on_write
-        self._writer = EventWriter(_EVENTS, row.id, written.num_events)
-        self._first = written.num_events
-        self._tokens_had = written.num_tokens
+        self._writer = EventWriter(_EVENTS, row.id, num_events)
+        self._first = num_events
+        self._tokens_had = num_tokens
         self._data: list[bytes] = []
         self._tokens: list[int] = []
         self._writing: asyncio.Task[None] | None = None

@@ -9,7 +9,7 @@ from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation, Names
 from gateway.api.responses.answers import CancelledResponse
-from gateway.api.responses.read import (
+from gateway.api.responses.read_response import (
     ITEM,
     InputBody,
     ResponseBody,
@@ -19,7 +19,7 @@ from gateway.api.responses.read import (
     references,
 )
 from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
-from gateway.api.responses.write import QUEUED, ResponseHead, ResponseShaper, response_head
+from gateway.api.responses.write_response import QUEUED, ResponseHead, ResponseShaper, response_head
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from gateway.api.responses.answers import CallHead, InputItem, InputItems, InputText, ItemHead
-from gateway.api.responses.write import output_text, reasoning_text
+from gateway.api.responses.write_response import output_text, reasoning_text
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage
 from quire.rpc.errors import invalid_field

@@ -19,13 +19,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import Scope
 
+from gateway.auth.caller import OWN_SITES, Caller
 from gateway.auth.keys import Authenticator
 from quire.rpc.errors import PermissionDenied, QuireError, Unauthenticated
 
 ROOT = "/ui"
 KEY_PATH = f"{ROOT}/key"
-OPEN_PATHS = frozenset({"/", KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
-"""Paths without authentication: the redirect to the page, and the parts of the error page."""
 HEADERS: Mapping[str, str] = {
     "content-security-policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'; "
@@ -38,8 +37,6 @@ HEADERS: Mapping[str, str] = {
 _COOKIE = "quire-operator"
 _PORT = re.compile(r":([0-9]{1,5})$")
 _MAX_FORM_BYTES = 4096
-OWN_SITES = ("same-origin", "none")
-"""Values of sec-fetch-site for this site's pages and for typed addresses; "same-site" is another port or subdomain."""
 _REFUSAL = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
@@ -69,21 +66,35 @@ def is_below(path: str) -> bool:
     return path == ROOT or path.startswith(f"{ROOT}/")
 
 
-def shows_page(scope: Scope) -> bool:
-    """Whether a rejection is answered with the error page: the caller opens the page itself, and not a file of it."""
-    return scope["method"] == "GET" and scope["path"] in (ROOT, f"{ROOT}/")
+class OperatorAccess:
+    """See gateway.api.front.PageAccess.
 
+    Attributes:
+        open_paths: The redirect to the page, and the parts of the error page.
+    """
 
-def keys_shown(scope: Scope) -> list[bytes]:
-    """The key in the cookie, as an authorization header. Empty without the cookie, or if a page of another site made
-    the browser send it."""
-    request = Request(scope)
-    if request.headers.get("sec-fetch-site", "none") not in OWN_SITES:
-        return []
-    try:
-        return [b"Bearer " + base64.urlsafe_b64decode(_cookies(request)[_cookie_at(request)])]
-    except (KeyError, binascii.Error, ValueError):
-        return []
+    open_paths = frozenset({"/", KEY_PATH, f"{ROOT}/style.css", f"{ROOT}/icon.svg"})
+
+    def keys_shown(self, scope: Scope) -> list[bytes]:
+        """The key in the cookie, as an authorization header. Empty without the cookie, or if a page of another site
+        made the browser send it."""
+        request = Request(scope)
+        if not is_below(scope["path"]) or request.headers.get("sec-fetch-site", "none") not in OWN_SITES:
+            return []
+        try:
+            return [b"Bearer " + base64.urlsafe_b64decode(_cookies(request)[_cookie_at(request)])]
+        except (KeyError, binascii.Error, ValueError):
+            return []
+
+    def check(self, scope: Scope, caller: Caller) -> None:
+        """Raises PermissionDenied if the path belongs to the page, and the key does not belong to an operator."""
+        if is_below(scope["path"]) and not caller.access.is_operator:
+            raise PermissionDenied("the page is for operators; this API key has no such right", reason="OPERATORS_ONLY")
+
+    def refusal(self, scope: Scope, error: QuireError) -> Response | None:
+        """The error page if the caller opens the page itself, and not a file of it."""
+        is_page = scope["method"] == "GET" and scope["path"] in (ROOT, f"{ROOT}/")
+        return _error_page(error) if is_page else None
 
 
 def _cookies(request: Request) -> dict[str, str]:
@@ -99,13 +110,7 @@ def _cookie_at(request: Request) -> str:
     return _COOKIE if port is None else f"{_COOKIE}-{port[1]}"
 
 
-def check_operator(*, is_operator: bool) -> None:
-    """Raises PermissionDenied if the key does not belong to an operator."""
-    if not is_operator:
-        raise PermissionDenied("the page is for operators; this API key has no such right", reason="OPERATORS_ONLY")
-
-
-def refusal(error: QuireError) -> Response:
+def _error_page(error: QuireError) -> Response:
     """The error page for callers that may not open the page."""
     status = HTTPStatus.UNAUTHORIZED if isinstance(error, Unauthenticated) else HTTPStatus.FORBIDDEN
     is_new = error.reason == "MISSING_API_KEY"
@@ -123,7 +128,7 @@ async def take_key(request: Request, authenticator: Authenticator, on_refusal: C
         if len(body) > _MAX_FORM_BYTES:
             error = Unauthenticated("the API key is not valid", reason="INVALID_API_KEY")
             on_refusal(error.reason)
-            return refusal(error)
+            return _error_page(error)
     key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
     answer = RedirectResponse(f"{ROOT}/", 303, headers=dict(HEADERS))
     cookie = _cookie_at(request)
@@ -132,10 +137,10 @@ async def take_key(request: Request, authenticator: Authenticator, on_refusal: C
         return answer
     try:
         caller = authenticator.authenticate([b"Bearer " + key.encode()])
-        check_operator(is_operator=caller.access.is_operator)
+        OperatorAccess().check(request.scope, caller)
     except QuireError as error:
         on_refusal(error.reason)
-        return refusal(error)
+        return _error_page(error)
     answer.set_cookie(
         cookie,
         base64.urlsafe_b64encode(key.encode()).decode(),

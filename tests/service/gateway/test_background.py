@@ -12,9 +12,9 @@ from openai import AsyncOpenAI, BadRequestError, NotFoundError
 from gateway import leased_table
 from gateway.api.responses import background
 from gateway.api.responses.background_store import BackgroundStore
-from gateway.api.responses.write import output_so_far
+from gateway.api.responses.write_response import output_so_far
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.gateway_process import running_gateway
+from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.keys import KeysFile
 from tests.support.rig import REASONED_IDS, TEXT, WEATHER, Rig, running_rig
 from tests.support.scheduler_process import until, wait_nothing_in_use
@@ -45,6 +45,12 @@ async def alone(tmp_path, model) -> AsyncIterator[tuple[Rig, AsyncOpenAI]]:
         rig.reset()
         async with AsyncOpenAI(base_url=f"{rig.gateway.http_url}/v1", api_key="unused", max_retries=0) as client:
             yield rig, client
+
+
+def background_of(gateway: RunningGateway) -> Any:
+    """Its background responses."""
+    runs: list[Any] = [front.stop_runs for front in gateway.gateway._fronts if "background responses" in front.tasks]
+    return runs[0].__self__
 
 
 async def until_ended(client: AsyncOpenAI, response_id: str) -> Any:
@@ -255,7 +261,7 @@ async def test_another_gateway_goes_on_where_one_stops(clients, two):
     two.stand_still()
     response_id = seen[0].response.id
     reading = asyncio.create_task(_all_events(clients[1], response_id))
-    await two.first.gateway._background_responses.stop_runs()
+    await background_of(two.first).stop_runs()
     two.workers[0].hang.clear()
     events = await asyncio.wait_for(reading, 30)
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -331,7 +337,7 @@ async def test_a_lease_that_passes_while_the_response_runs_starts_no_second_run(
     monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
     rig.scheduler.emits.clear()
     begun = await client.responses.create(model="quire-tiny", input="hello", background=True)
-    responses = rig.gateway.gateway._background_responses
+    responses = background_of(rig.gateway)
     (run,) = responses._runs.values()
     await responses._look_after()
     assert list(responses._runs.values()) == [run]

@@ -48,6 +48,7 @@ async def test_a_stream_has_every_event_in_order(client):
         "message_delta",
         "message_stop",
     ]
+    assert {event["index"] for event in events if event["type"].startswith("content_block")} == {0}
     message = await create(client)
     assert "".join(delta["text"] for delta in deltas) == message["content"][0]["text"]
     started = events[0]["message"]

@@ -112,8 +112,10 @@ async def _response(client, more):
 
 async def _message(client, more):
     asked = {"model": "quire-tiny", "messages": USER, "max_tokens": 4}
-    stream = await client.messages.create(**asked, stream=True, extra_body=more)
-    return "".join([event.delta.text async for event in stream if event.type == "content_block_delta"])
+    async with client.messages.stream(**asked, extra_body=more) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        assert [block.text for block in (await stream.get_final_message()).content] == [text]
+    return text
 
 
 ALL = (_completion, _chat, _response, _message)

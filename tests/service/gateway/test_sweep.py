@@ -125,7 +125,7 @@ def _fillings(field: FieldDescriptor, limits: EntryLimits) -> Iterator[tuple[str
         for how, text in _TEXTS.items():
             yield f"{how} as text", 1, lambda _, text=text: _delimited(field.number, _long(text))
         return
-    allowed = limits.of(field.name)
+    allowed = limits.max_entries(field.name)
     for how, entry in _entries(field):
         yield how, _ROOM // len(entry(0)), entry
         yield f"{allowed:,} {how}", allowed, entry
@@ -208,7 +208,7 @@ def http_calls(document: Mapping[str, Any], limits: EntryLimits) -> Iterator[Htt
         schema = body["content"]["application/json"]["schema"]
         places = dict(_places(document, schema, ()))
         for where, kinds in places.items():
-            for how, value in _values(kinds, limits.of(str(where[-1]))):
+            for how, value in _values(kinds, limits.max_entries(str(where[-1]))):
                 yield HttpCall(f"{path} {'.'.join(map(str, where))} of {how}", path, partial(_body, path, where, value))
 
 

@@ -19,7 +19,7 @@ from scheduler_svc.core.request import Constraint
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import step_loop, worker_link
-from scheduler_svc.service.worker_link import WorkerGroup, WorkerLink, WorkerLostError, attach_workers
+from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError, Workers, attach_workers
 from scheduler_svc.service.worker_messages import Prepared, StepAnswer
 from tests.support.core_driver import make_config, make_request
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
@@ -43,7 +43,7 @@ async def running_rank(
 
 
 @contextlib.asynccontextmanager
-async def attached(*addresses: str) -> AsyncIterator[WorkerLink | WorkerGroup]:
+async def attached(*addresses: str) -> AsyncIterator[Workers]:
     link = await attach_workers(addresses, 1, TIMEOUT_S)
     try:
         yield link
@@ -59,7 +59,7 @@ def make_plan() -> StepPlan:
     return plan
 
 
-async def next_answer(link: WorkerLink | WorkerGroup) -> int:
+async def next_answer(link: Workers) -> int:
     async with asyncio.timeout(30):
         while not isinstance(answer := await link.receive(), StepAnswer):
             pass

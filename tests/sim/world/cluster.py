@@ -29,7 +29,7 @@ from scheduler_svc.recording.recorder import RecordedScheduler, Recorder
 from scheduler_svc.service import app as scheduler_app
 from scheduler_svc.service import replica, step_loop
 from scheduler_svc.service.app import serve
-from scheduler_svc.service.cache_digest import CacheDigest
+from scheduler_svc.service.cache_changes import CacheDigest
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop

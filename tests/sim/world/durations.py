@@ -27,8 +27,9 @@ def misread_by_gateway(
     connection = table._connections.get(link._hello.hello.gateway_id)
     if connection is not None and _differ(connection.grace_period_s, grace_s):
         yield f"{address} keeps requests for {connection.grace_period_s} s, and a gateway wants {grace_s} s"
-    if _differ(link.welcome.durable_grace_s, table.durable_grace_s):
-        yield f"{address} keeps durable requests for {table.durable_grace_s} s, not {link.welcome.durable_grace_s} s"
+    durable_s = table.durable.limits.grace_s
+    if _differ(link.welcome.durable_grace_s, durable_s):
+        yield f"{address} keeps durable requests for {durable_s} s, not {link.welcome.durable_grace_s} s"
     if link.is_draining and loop.lifecycle.is_draining:
         # A drain without a time limit says 0, and one with a limit may follow.
         said_s, heard_s = loop.lifecycle.leave_after_s, link.leave_after_s

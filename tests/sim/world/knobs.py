@@ -25,8 +25,8 @@ _LOWEST: dict[str, int] = {
     "scheduler_svc.core.planner._MAX_DISPLACED": 1,
     "scheduler_svc.core.arrivals._MAX_EXPIRED": 1,
     "scheduler_svc.service.outbox.MAX_SIZE": 8,
-    "scheduler_svc.service.outbox._REPLAYED_AT_ONCE": 4,
-    "scheduler_svc.service.requests.MAX_UNDELIVERED": 20,
+    "scheduler_svc.service.history._REPLAYED_AT_ONCE": 4,
+    "scheduler_svc.service.ended_requests.MAX_UNDELIVERED": 20,
     "scheduler_svc.core.preparation.NUM_KEPT": 1,
 }
 
@@ -77,7 +77,7 @@ def draw_low_limits(draw: Random) -> tuple[str, ...]:
 REPLAYS = (
     "gateway.replicas.link._MESSAGES_OF_CREDIT",
     "gateway.replicas.link._MESSAGES_AHEAD",
-    "scheduler_svc.service.outbox._REPLAYED_AT_ONCE",
+    "scheduler_svc.service.history._REPLAYED_AT_ONCE",
 )
 """Limits that make an output that is read again take many messages."""
 

@@ -21,7 +21,7 @@ KEPT: dict[str, str] = {
         ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
         CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records
-        Replicas._hinted Replicas._placed Replicas._unended Replicas._work Replicas.links Requests._connections
+        Replicas._replicas Replicas.links Requests._connections
         SchedulerCalls._links""",
     "a counter for each of few kinds": """
         CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
@@ -33,18 +33,19 @@ KEPT: dict[str, str] = {
         _Restored.hashes""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
+        EndedRequests.cancelled
         FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap
-        Preparations._compiled PromptLogprobsRouter._reporting Requests._cancelled RetryAdvisor._ends
-        Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
+        Preparations._compiled PromptLogprobsRouter._reporting RetryAdvisor._ends Served._first_tokens
+        StepDraft._release Trials._need_losses _StopTable._known""",
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
     "clients of HTTP keep their connections": """
         HttpConnection.connections HttpConnection.headers HttpConnection.scope Places._holders""",
     "durable requests, until their time is over; pins likewise": """
-        Connection.reads Earliest._places Pins._by_key Pins._of_tenant Pins._pins Requests._by_handle Requests._by_id
-        Requests._readers Reservation.blocks""",
+        Connection.reads Delivery.readers Earliest._places Pins._by_key Pins._of_tenant Pins._pins
+        Requests._by_handle Requests._by_id Reservation.blocks""",
     "what a worker is late with": """
-        Awaited._sent_at Preparations._given_up Preparations._underway Worker._reads""",
+        PendingOrders._sent_at Preparations._given_up Preparations._underway Worker._reads""",
     "parts of what the other tables hold": """
         BeamGroup.logprobs BeamSearch._finished ClientEvents.completed ClientEvents.failed ClientEvents.finished
         ClientEvents.handles ClientEvents.offsets ClientEvents.sequence_indices ClientEvents.token_ids

@@ -36,8 +36,9 @@ from scheduler_svc.core.sequence import Sequence, SequenceStatus
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.outbox import Readiness
+from scheduler_svc.service.readers import Connection, OwnedRequest
 from scheduler_svc.service.replica import Replica
-from scheduler_svc.service.requests import Connection, OwnedRequest, Requests
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
 from tests.sim.world.durations import misread_by_gateway, watch_worker
@@ -287,17 +288,17 @@ class CheckedRequests(Requests):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._waits = dict[Handle, _Wait]()
-        make_room = self._durable.make_room
+        make_room = self.durable.make_room
 
         def make_enough() -> list[Handle]:
             forgotten = make_room()
-            kept = [owned for handle, owned in self._durable.requests.items() if handle not in forgotten[:-1]]
-            limits, num_tokens = self._durable.limits, sum(owned.charge for owned in kept)
+            kept = [owned for handle, owned in self.durable.requests.items() if handle not in forgotten[:-1]]
+            limits, num_tokens = self.durable.limits, sum(owned.charge for owned in kept)
             is_short = len(kept) > limits.max_requests or num_tokens > limits.max_tokens
             _demand(not forgotten or is_short, "drops more durable requests than a new one takes the room of")
             return forgotten
 
-        self._durable.make_room = make_enough
+        self.durable.make_room = make_enough
 
     def report_readiness(self, readiness: Readiness) -> None:
         self.num_times_ready += readiness.is_ready and not self.is_ready
@@ -311,12 +312,12 @@ class CheckedRequests(Requests):
             wait = self._waits.pop(handle)
             is_plain, is_its = wait.owned.durable is None, wait.owned.gateway_id == gateway_id
             is_ended = wait.is_over or operation == "deliver"
-            may_drop = operation in _DROPPING or (is_plain and (is_its if operation == "end_unread" else is_ended))
+            may_drop = operation in _DROPPING or (is_plain and (is_its if operation == "forget_unread" else is_ended))
             is_due = not wait.is_unread or wait.owned.is_offer or _now() > wait.due_at - _TIMER_S
             _demand(may_drop or is_due, f"is dropped by {operation} while it waits for a reader", wait.owned)
 
-    def keep_room(self, key: RequestKey) -> None:
-        super().keep_room(key)
+    def announce_room(self, key: RequestKey) -> None:
+        super().announce_room(key)
         offer = self._by_handle.get(key.handle)
         is_bounded = offer is None or offer.reader is None or offer.expiry is not None
         _demand(is_bounded, "has room that is kept without an end", offer)
@@ -332,41 +333,48 @@ class CheckedRequests(Requests):
         if owned.is_over and not wait.is_over:
             wait.is_over, wait.over_since = True, _now()
         if owned.expiry is not None and not owned.is_offer:
-            due_at = owned.expiry.when()  # type: ignore[attr-defined]
+            due_at = owned.expiry.when()
             off_s = due_at - wait.due_at
             _demand(abs(off_s) < _TIMER_S, f"has a timer that is off by {off_s:.3f} s", owned)
 
     def check(self) -> None:
         """Raises RequestsViolationError if an invariant does not hold."""
-        plain = dict[Handle, int]()
+        plain, readers = dict[Handle, int](), self._delivery.readers
         for handle, owned in self._by_handle.items():
             reader, is_timed = owned.reader, owned.reader is None or (owned.durable is not None and owned.is_over)
             _demand(owned in self._by_id[owned.tenant, owned.request_id], "is not found by its id", owned)
-            _demand((handle in self._kept) == owned.keeps_events, "is kept, or is not", owned)
+            _demand((handle in self._delivery.kept) == owned.keeps_events, "is kept, or is not", owned)
             _demand(owned.is_offer or (owned.expiry is not None) == is_timed, "has a timer, or has none", owned)
             self._check_wait(handle, owned)
             if reader is None:
-                _demand(handle not in self._readers, "is told to a reader that left", owned)
+                _demand(handle not in readers, "is told to a reader that left", owned)
             else:
                 connection = reader.connection
                 _demand(self._connections.get(connection.gateway_id) is connection, "is read by who left", owned)
                 _demand(reader.request is owned, "is not what its reader reads", owned)
                 is_replayed = reader.handle in connection.outbox._replays
-                _demand(self._readers.get(handle) == (None if is_replayed else reader), "is told out of order", owned)
+                _demand(
+                    readers.get(handle) == (None if is_replayed else reader),
+                    "is told out of order",
+                    owned,
+                )
             if owned.is_over and owned.durable is None and reader is None:
                 plain[handle] = owned.history.size
-        _demand(self._readers.keys() <= self._by_handle.keys(), "tells readers of requests that it has forgotten")
-        _demand(plain == self._undelivered and self._undelivered_size == sum(plain.values()), "counts what is kept")
+        _demand(readers.keys() <= self._by_handle.keys(), "tells readers of requests that it has forgotten")
+        _demand(
+            plain == self._ended.undelivered and self._ended.undelivered_size == sum(plain.values()),
+            "counts what is kept",
+        )
         durable = {handle: owned for handle, owned in self._by_handle.items() if owned.durable is not None}
-        _demand(durable == self._durable.requests, "knows which are durable")
-        if self._durable._is_summed:
+        _demand(durable == self.durable.requests, "knows which are durable")
+        if self.durable._is_summed:
             charges = Counter[str]()
             for owned in durable.values():
                 charges[owned.tenant] += 0 if owned.is_over else owned.charge
-            _demand(charges == self._durable._charge_running, "counts tokens of durable requests")
+            _demand(charges == self.durable._charge_running, "counts tokens of durable requests")
         for connection in self._connections.values():
             _demand((connection.outbox._credit or 0) >= 0, "sends a gateway more than it takes")
-            ended = {handle for outgoing in connection.outbox.untaken() for handle in outgoing.ended}
+            ended = {handle for outgoing in connection.outbox.unacknowledged() for handle in outgoing.ended}
             for handle, owned in connection.reads.items():
                 is_kept = owned.durable is None and owned.is_over and handle not in ended
                 _demand(not is_kept, "is kept, though its reader has taken in the end", owned)
@@ -387,16 +395,16 @@ def _checked(name: str) -> Callable[..., Any]:
 
     def call(self: CheckedRequests, *arguments: Any, **options: Any) -> Any:
         self._depth += 1
-        durable = {*self._durable.requests} if name == "admit" else set[Handle]()
+        durable = {*self.durable.requests} if name == "admit" else set[Handle]()
         try:
             result = operation(self, *arguments, **options)
         except QuireError:
-            _demand(durable <= self._durable.requests.keys(), "drops durable requests for one that is refused")
+            _demand(durable <= self.durable.requests.keys(), "drops durable requests for one that is refused")
             raise
         finally:
             self._depth -= 1
-        if name == "taken":
-            _demand(arguments[0].outbox._num_taken == arguments[1], "counts other messages than were taken in")
+        if name == "acknowledge":
+            _demand(arguments[0].outbox._num_acknowledged == arguments[1], "counts other messages than were taken in")
         if not self._depth:
             self.dropped(name, arguments[0] if arguments else None)
             self.check()
@@ -405,9 +413,9 @@ def _checked(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in ("connect", "close", "taken", "admit", "attach", "resubmit", "detach", "end", "end_unread", "cancel"):
+for _name in ("connect", "close", "acknowledge", "admit", "attach", "resubmit", "detach", "end_durable", "cancel"):
     setattr(CheckedRequests, _name, _checked(_name))
-for _name in ("forget", "forget_outputs", "deliver"):
+for _name in ("forget", "forget_outputs", "forget_unread", "deliver"):
     setattr(CheckedRequests, _name, _checked(_name))
 
 
@@ -699,7 +707,7 @@ class Watch:
             outboxes = [each.outbox for each in table._connections.values() if each.gateway_id == gateway_id]
             # A durable request may be forgotten before a slow reader has received its end.
             sent = {handle for outbox in outboxes for handle in outbox._replays}
-            sent |= {handle for outbox in outboxes for each in outbox.untaken() for handle in each.ended}
+            sent |= {handle for outbox in outboxes for each in outbox.unacknowledged() for handle in each.ended}
             for each in gateway._ledger:
                 is_waited_for = each.replica == link.address and not (each.is_over or each.awaits_usage)
                 if (
@@ -776,7 +784,7 @@ class Watch:
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
-            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.keeps
+            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.reads_without_client
             assert isinstance(keys, KeyRing)
             running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
             for caller in keys._callers.values():

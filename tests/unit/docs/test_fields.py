@@ -8,12 +8,13 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import input_token_count_params, response_create_params
 
-from gateway.api.anthropic import read as anthropic
+from gateway.api.anthropic import read_message as anthropic
 from gateway.api.field_rule import CHAT, CHAT_MESSAGE, COMPLETION, RESPONSE
+from gateway.api.generation_fields import CompletionBody, GenerationBody
 from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
-from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.schemas import ChatBody
 from gateway.api.other_servers import UNREAD
-from gateway.api.responses.read import InputBody, ResponseBody
+from gateway.api.responses.read_response import InputBody, ResponseBody
 from tests.support.documents import explained_names
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -10,7 +10,12 @@ import pytest
 
 from gateway.auth.caller import Access, Caller, set_caller
 from gateway.auth.quota import Account, Limits
-from gateway.sqlite import Store, StoreThread
+from gateway.sqlite import Store
+
+
+class Blobs(Store):
+    tables = "CREATE TABLE IF NOT EXISTS blobs (data BLOB);"
+    description = "the store of blobs"
 
 
 async def call(tenant: str | None, work: Coroutine[Any, Any, object]) -> None:
@@ -20,31 +25,28 @@ async def call(tenant: str | None, work: Coroutine[Any, Any, object]) -> None:
 
 
 async def test_nobody_waits_for_the_many_calls_of_another_tenant() -> None:
-    thread, is_free, done = StoreThread("test"), threading.Event(), list[str]()
+    store, has_begun, is_free = Blobs(None, "--blobs"), threading.Event(), threading.Event()
+    done = list[str]()
     asked = [("many", "a"), ("many", "b"), ("many", "c"), (None, "own"), ("one", "d"), ("one", "e")]
     async with asyncio.TaskGroup() as group:
-        group.create_task(call("many", thread.run(is_free.wait, 10)))
-        tasks = [group.create_task(call(tenant, thread.run(done.append, name))) for tenant, name in asked]
+        group.create_task(call("many", store.run(lambda: has_begun.set() or is_free.wait(10))))
+        assert await asyncio.to_thread(has_begun.wait, 10)
+        tasks = [group.create_task(call(tenant, store.run(done.append, name))) for tenant, name in asked]
         await asyncio.sleep(0)
         # A cancelled call gives up its work if that has not begun, and its turn.
         tasks[1].cancel()
         await asyncio.wait(tasks[1:2])
         is_free.set()
     assert done == ["a", "own", "d", "e", "c"]
-    thread.close(lambda: done.append("last"))
+    store.close()
 
 
-async def test_what_the_work_raises_is_raised_and_the_thread_goes_on() -> None:
-    thread = StoreThread("test")
+async def test_what_the_work_raises_is_raised_and_the_store_goes_on() -> None:
+    store = Blobs(None, "--blobs")
     with pytest.raises(ZeroDivisionError):
-        await thread.run(lambda: 1 // 0)
-    assert await thread.run(int, "5") == 5
-    thread.close(lambda: None)
-
-
-class Blobs(Store):
-    tables = "CREATE TABLE IF NOT EXISTS blobs (data BLOB);"
-    description = "the store of blobs"
+        await store.run(lambda: 1 // 0)
+    assert await store.run(int, "5") == 5
+    store.close()
 
 
 def test_a_full_disk_in_a_transaction_is_named_and_the_next_transaction_begins() -> None:

@@ -13,8 +13,10 @@ from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError, load_settings
 from quire.service.compatibility import ModelFingerprint
 from tests.support.graph_recorder import CallingRecorder
-from tests.support.models import Family, make_model
+from tests.support.models import make_model
 from tests.support.tiny_causal_lm import MAX_MODEL_LEN, TinyCausalLM
+from tests.unit.worker_svc.models.test_rotation_by_length import SCALED
+from tests.unit.worker_svc.models.test_rotation_by_length import load as load_scaled
 from worker_svc import draft_setup, pool_setup, startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.draft_setup import DraftPart
@@ -42,12 +44,8 @@ def test_sequences_may_be_kept_shorter_than_the_model_knows_but_not_longer() -> 
 def make_phi_3(tmp_path: Path, max_model_len: int | None) -> CausalLM:
     """A model for 32 tokens by its first rotation, and for 128 by its extended one."""
     if not (tmp_path / "config.json").exists():
-        factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
-        lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
-        rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
-        make_model(tmp_path, Family("Phi3", {**lengths, "rope_parameters": rope}))
-    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
-    return load_model(tmp_path, **options, max_model_len=max_model_len)
+        make_model(tmp_path, SCALED["phi3-longrope"])
+    return load_scaled(tmp_path, max_model_len)
 
 
 def test_sequences_are_longer_than_the_first_rotation_serves_only_where_a_length_is_set(tmp_path: Path) -> None:

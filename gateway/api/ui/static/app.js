@@ -22,6 +22,9 @@ class Page {
     this.views = {
       chat: new ChatView(about), memory: new MemoryView(this.feed), load: new LoadView(this.feed),
     };
+    // A gateway without OpenAI's front has no chat.
+    this.names = about.parameters ? NAMES : NAMES.slice(1);
+    find("#tab-chat").hidden = !about.parameters;
     this.replica = null;
     this.version = about.version;
     this.state = "connecting";
@@ -56,7 +59,7 @@ class Page {
   }
 
   open(name) {
-    const shown = NAMES.includes(name) ? name : "memory";
+    const shown = this.names.includes(name) ? name : "memory";
     for (const each of NAMES) {
       const tab = find(`#tab-${each}`), isShown = each === shown;
       tab.setAttribute("aria-selected", String(isShown));
@@ -70,9 +73,9 @@ class Page {
   }
 
   moveTab(event) {
-    const place = NAMES.indexOf(this.shown), last = NAMES.length - 1;
-    const places = { ArrowRight: (place + 1) % NAMES.length, ArrowLeft: place ? place - 1 : last, Home: 0, End: last };
-    const name = NAMES[places[event.key]];
+    const { names } = this, place = names.indexOf(this.shown), last = names.length - 1;
+    const places = { ArrowRight: (place + 1) % names.length, ArrowLeft: place ? place - 1 : last, Home: 0, End: last };
+    const name = names[places[event.key]];
     if (name === undefined) return;
     event.preventDefault();
     this.open(name);
@@ -82,7 +85,7 @@ class Page {
   // Keys that work outside of text fields.
   press(event) {
     if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, textarea, select")) return;
-    const view = NAMES[Number(event.key) - 1];
+    const view = this.names[Number(event.key) - 1];
     if (view !== undefined) this.open(view);
     else if (this.shown !== "memory") return;
     else if (!this.moveInTime(event)) return;

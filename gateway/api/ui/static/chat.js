@@ -32,7 +32,7 @@ export class ChatView {
     this.messages = [];
     this.running = null;
     this.fields = new Map();
-    this.makeDrawer(about.parameters.properties);
+    this.makeDrawer(about.parameters?.properties ?? {});
     this.suggest();
     this.restore();
     find("#compose").addEventListener("submit", (event) => {

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from gateway.api.anthropic.read import MessageBody
-from gateway.api.anthropic.read import parse_body as parse_message
-from gateway.api.openai.read import parse_body
-from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.api.anthropic.read_message import MessageBody
+from gateway.api.anthropic.read_message import parse_body as parse_message
+from gateway.api.generation_fields import CompletionBody
+from gateway.api.openai.read_openai import parse_body
+from gateway.api.openai.schemas import ChatBody
 from gateway.api.other_servers import INSTEAD, UNREAD
-from gateway.api.responses.read import ResponseBody
-from gateway.api.responses.read import parse_body as parse_response
+from gateway.api.responses.read_response import ResponseBody
+from gateway.api.responses.read_response import parse_body as parse_response
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import BODY_LIMITS
 

@@ -1,17 +1,16 @@
-"""The stream to a scheduler: reconnection, and submission of requests. Tests with fake schedulers cover the rest."""
+"""The stream to a scheduler: submission of requests. Tests with fake schedulers cover the rest."""
 
 import dataclasses
-import random
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from gateway.replicas.link import Backoff, SchedulerLink
+from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import request_from_submit, submit_message
 from gateway.request.generation_config import ModelDefaults
-from gateway.request.prepare import resolve
+from gateway.request.parameters import resolve
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.parser import OfferedTool
 from gateway.text.formats.thinking import Thinking
@@ -19,15 +18,6 @@ from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from quire.service.compatibility import UNKNOWN_MODEL
 from tests.support.parameters import make_options, make_request
-
-
-def test_backoff_doubles_up_to_a_quarter_of_a_second_and_starts_over():
-    backoff = Backoff(random.Random(1).uniform)
-    delays = [backoff.next_delay_s() for _ in range(12)]
-    assert 0.005 <= delays[0] <= 0.01
-    assert all(0.125 <= delay <= 0.25 for delay in delays[5:])
-    backoff.reset()
-    assert backoff.next_delay_s() <= 0.01
 
 
 @pytest.mark.parametrize("searches", [False, True])

@@ -6,8 +6,8 @@ import tracemalloc
 import pytest
 
 from gateway.api.answers import json_pieces
-from gateway.api.openai.schemas import CompletionBody
-from gateway.api.openai.write import CompletionShaper, head_of
+from gateway.api.generation_fields import CompletionBody
+from gateway.api.openai.write_openai import CompletionShaper, head_of
 from gateway.replicas.events import event_batch_from
 from gateway.replicas.ledger import Ledger
 from gateway.request.answer_memory import AS_MESSAGE, AS_TENSORS, IN_PIECES, STREAMED, AnswerMemory

@@ -38,10 +38,10 @@ LIMITS = EntryLimits(max_messages=8)
 class _Exactly(EntryLimits):
     """The same maximum for every list and map."""
 
-    max_entries: int = 0
+    maximum: int = 0
 
-    def of(self, name: str) -> int:
-        return self.max_entries
+    def max_entries(self, name: str) -> int:
+        return self.maximum
 
 
 def full_request() -> ChatRequest:

@@ -89,7 +89,7 @@ def level(account):
 
 async def test_what_was_left_is_read_on_with_its_place_and_its_charge(reads, account, ledger, replicas):
     live = read_and_leave(reads, account, ledger)
-    assert reads.keeps(live)
+    assert reads.reads_without_client(live)
     assert ledger.get("acme", "story") is live
     assert not replicas.detached
     with account.admitted(0), pytest.raises(ResourceExhausted):
@@ -142,7 +142,7 @@ async def test_of_calls_that_resume_it_at_once_one_copies_at_a_time_and_only_the
         complete(make_live(ledger, 50))
 
         async def resume():
-            return reads.take(await reads.find("acme", "story", [], memory), memory)
+            return reads.claim(await reads.find("acme", "story", [], memory), memory)
 
         calls = [asyncio.create_task(resume()) for _ in range(20)]
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
@@ -171,7 +171,7 @@ async def test_resumption_that_is_refused_changes_nothing(reads, ledger):
     live = read_and_leave(reads, account, ledger)
     with pytest.raises(ResourceExhausted), contextlib.ExitStack() as stack:
         stack.enter_context(reads.resumed(account, live, 0))
-    assert reads.keeps(live)
+    assert reads.reads_without_client(live)
     with pytest.raises(ResourceExhausted) as raised:
         account.check()
     assert raised.value.reason == "CONCURRENCY_LIMIT"
@@ -187,7 +187,7 @@ async def test_only_so_many_tokens_are_kept_and_what_is_over_makes_way(reads, ac
     assert replicas.detached == [over]
     beyond = read_and_leave(reads, account, ledger, request_id="beyond")
     assert replicas.detached == [over, beyond]
-    assert all(map(reads.keeps, kept))
+    assert all(map(reads.reads_without_client, kept))
     reads.close()
 
 

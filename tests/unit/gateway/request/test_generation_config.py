@@ -11,7 +11,7 @@ import pytest
 from transformers import GenerationConfig
 
 from gateway.request.generation_config import KEYS, ModelDefaults, Use, model_defaults
-from gateway.request.prepare import check_choice, resolve
+from gateway.request.parameters import check_choice, resolve
 from quire.common.v1.common_pb2 import RowSampling
 from quire.model_files.model_directory import ModelDirectory
 from quire.rpc.errors import InvalidArgument

@@ -9,6 +9,7 @@ import pytest
 from quire.service.histograms import OTHER_TENANTS
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
+from scheduler_svc.service.durable import DurableLimits, DurableRoom
 from scheduler_svc.service.metrics import SchedulerMetrics, Served
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from tests.support.core_driver import Driver, make_config, make_request
@@ -25,7 +26,8 @@ def driver() -> Driver:
 def metrics(driver) -> SchedulerMetrics:
     metrics = SchedulerMetrics(max_tenants=1)
     requests = create_autospec(Requests, instance=True)
-    requests.of_handle = lambda handle: SimpleNamespace(tenant="abc"[handle - 1])
+    requests.durable = DurableRoom(DurableLimits(0, 0, 0.0))
+    requests.get = lambda handle: SimpleNamespace(tenant="abc"[handle - 1])
     metrics.watch(lambda: driver.scheduler, requests)
     return metrics
 

@@ -9,7 +9,8 @@ from scheduler_svc.core.request import Handle
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, SequenceEnd
 from scheduler_svc.service.gateway_messages import events_message, gateway_messages
-from scheduler_svc.service.outbox import MAX_SIZE, CacheUpdate, Outbox, Outgoing, PromptLogprobs, Readiness
+from scheduler_svc.service.history import PromptLogprobs
+from scheduler_svc.service.outbox import MAX_SIZE, CacheUpdate, Outbox, Outgoing, Readiness
 
 
 def make_events(*tokens: tuple[int, int, int]) -> ClientEvents:
@@ -43,13 +44,13 @@ def make_prompt(handle: int, size: int) -> PromptLogprobs:
 async def taken(outbox: Outbox) -> Outgoing:
     """The messages that can be taken now."""
     async with asyncio.timeout(30):
-        outgoing = await outbox.take()
+        outgoing = await outbox.next_message()
     assert outgoing is not None
     return outgoing
 
 
 async def is_empty(outbox: Outbox) -> bool:
-    waiting = asyncio.create_task(outbox.take())
+    waiting = asyncio.create_task(outbox.next_message())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return waiting.cancel()

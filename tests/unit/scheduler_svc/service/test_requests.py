@@ -19,10 +19,13 @@ from scheduler_svc.core.request import EmittedSequence, Handle, Request, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
-from scheduler_svc.service import requests as table
+from scheduler_svc.service import ended_requests
 from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.outbox import Held, Outgoing, PromptLogprobs, SequenceProgress
-from scheduler_svc.service.requests import MAX_CANCELLED, Connection, OwnedRequest, Reader, Requests
+from scheduler_svc.service.ended_requests import MAX_CANCELLED
+from scheduler_svc.service.history import Held, PromptLogprobs, SequenceProgress
+from scheduler_svc.service.outbox import Outgoing
+from scheduler_svc.service.readers import Connection, OwnedRequest, Reader
+from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
 from tests.support.step_loop import make_step_loop
@@ -163,7 +166,7 @@ def test_a_durable_request_that_ends_unread_is_kept_for_the_whole_time_from_its_
     bench.timers.pass_time(59)
     bench.step(owned, ends=True)
     bench.timers.pass_time(59)
-    assert bench.requests.find(owned.tenant, owned.request_id) is owned
+    assert bench.requests.find_durable(owned.tenant, owned.request_id) is owned
     bench.timers.pass_time(1)
     assert len(bench.requests) == 0
 
@@ -174,14 +177,14 @@ def test_outputs_that_no_tokenizer_reads_any_more_are_dropped_and_what_runs_is_n
     bench.step(over, ends=True)
     bench.requests.forget_outputs()
     assert len(bench.requests) == 1
-    assert bench.requests.find(running.tenant, running.request_id) is running
+    assert bench.requests.find_durable(running.tenant, running.request_id) is running
 
 
 @pytest.mark.parametrize(
     "how", ["its time is over", "another has its room", "another tokenizer", "nobody reads it", "a sequence ends"]
 )
 def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_error(bench, monkeypatch, how):
-    monkeypatch.setattr("scheduler_svc.service.outbox._REPLAYED_AT_ONCE", 2)
+    monkeypatch.setattr("scheduler_svc.service.history._REPLAYED_AT_ONCE", 2)
     first, second = bench.connect(), bench.connect("gateway-b", credit=1)
     owned = bench.admit(make_request(3), first, durable=True)
     for number in range(7):
@@ -214,11 +217,11 @@ def test_what_is_forgotten_while_a_reader_is_sent_it_comes_to_its_end_or_to_an_e
         assert offsets_of(rest, 9) == [2, 3, 4, 5, 6]
         assert 9 in ends_of(rest)
     with pytest.raises(NotFound):
-        bench.requests.find(owned.tenant, owned.request_id)
+        bench.requests.find_durable(owned.tenant, owned.request_id)
 
 
 def test_a_stop_string_that_ends_a_request_leaves_its_reader_what_it_lacks_of_other_sequences(bench, monkeypatch):
-    monkeypatch.setattr("scheduler_svc.service.outbox._REPLAYED_AT_ONCE", 2)
+    monkeypatch.setattr("scheduler_svc.service.history._REPLAYED_AT_ONCE", 2)
     second = bench.connect("gateway-b", credit=1)
     owned = bench.admit(make_request(3), bench.connect(), durable=True)
     for _ in range(7):
@@ -239,7 +242,7 @@ def test_a_stop_string_that_ends_a_request_leaves_its_reader_what_it_lacks_of_ot
 
 
 def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(bench, monkeypatch):
-    monkeypatch.setattr(table, "MAX_UNDELIVERED", 5)
+    monkeypatch.setattr(ended_requests, "MAX_UNDELIVERED", 5)
     first = bench.connect()
     owned = [bench.admit(make_request(handle), first) for handle in range(4)]
     bench.requests.close(first)
@@ -253,7 +256,7 @@ def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(ben
 
 def test_messages_that_were_never_sent_cannot_be_taken_in(bench):
     with pytest.raises(ValueError, match="1 messages were taken in, 0 were sent"):
-        bench.requests.taken(bench.connect(), 1)
+        bench.requests.acknowledge(bench.connect(), 1)
 
 
 def test_a_handle_in_use_is_refused_and_one_that_is_free_is_not(bench):
@@ -282,7 +285,7 @@ def test_a_durable_request_counts_for_what_it_has_and_may_soon_have_and_not_for_
     """Without max_tokens a request may have the model's maximum: each counted for 32,000, and 61 filled the table."""
     bench = Bench(limits=DurableLimits(1024, 2_000_000, 60.0))
     assert fill(bench, bench.connect(), "a", prompt_len=100, max_tokens=32_000) == 1024
-    assert bench.requests.num_durable_tokens == 1024 * (100 + MAX_GROWTH)
+    assert bench.requests.durable.num_tokens == 1024 * (100 + MAX_GROWTH)
 
 
 def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_it_is(bench):
@@ -291,19 +294,19 @@ def test_what_a_durable_request_gets_leaves_less_room_and_is_kept_however_much_i
         bench.core.abort, bench.core.progress, DurableLimits(8, 3000, 60.0), bench.timers.call_later
     )
     first = bench.admit(make_request(1, prompt_len=10, max_tokens=10_000), connection, durable=True)
-    assert bench.requests.num_durable_tokens == 10 + MAX_GROWTH
+    assert bench.requests.durable.num_tokens == 10 + MAX_GROWTH
     for _ in range(2500):
         bench.step(first)
-    assert bench.requests.num_durable_tokens == 10 + 2500 + MAX_GROWTH
+    assert bench.requests.durable.num_tokens == 10 + 2500 + MAX_GROWTH
     with pytest.raises(ResourceExhausted, match=r"3\d\d\d tokens of durable requests would be kept; .* room for 3000"):
         bench.admit(make_request(2, prompt_len=10, max_tokens=1), connection, durable=True)
     bench.step(first, ends=True)
-    assert bench.requests.num_durable_tokens == 10 + 2501
-    assert bench.requests.find("", "request-1").history.num_tokens == 2501
+    assert bench.requests.durable.num_tokens == 10 + 2501
+    assert bench.requests.find_durable("", "request-1").history.num_tokens == 2501
     # Requests that are over make room.
     bench.admit(make_request(2, prompt_len=10, max_tokens=600), connection, durable=True)
     with pytest.raises(NotFound):
-        bench.requests.find("", "request-1")
+        bench.requests.find_durable("", "request-1")
 
 
 def test_a_tenant_that_keeps_as_much_as_it_may_leaves_others_an_equal_share(bench):
@@ -330,11 +333,11 @@ def test_a_tenant_that_floods_makes_room_for_it_from_its_own_requests_that_are_o
         owned = bench.admit(make_request(handle, prompt_len=5, max_tokens=6, tenant="flood"), connection, durable=True)
         bench.step(*[owned] * 5)
         bench.step(owned, ends=True)
-    assert bench.requests.num_durable == 8
-    assert bench.requests.find("quiet", "request-1") is kept
+    assert len(bench.requests.durable.requests) == 8
+    assert bench.requests.find_durable("quiet", "request-1") is kept
     for handle in range(2, 15):
         with pytest.raises(NotFound):
-            bench.requests.find("flood", f"request-{handle}")
+            bench.requests.find_durable("flood", f"request-{handle}")
 
 
 def test_room_for_a_tenant_that_holds_little_comes_from_the_one_that_holds_most():
@@ -344,10 +347,10 @@ def test_room_for_a_tenant_that_holds_little_comes_from_the_one_that_holds_most(
         bench.step(bench.admit(make_request(handle, tenant=tenant), connection, durable=True), ends=True)
     for handle in (10, 11):
         bench.admit(make_request(handle, tenant="a"), connection, durable=True)
-    assert bench.requests.num_durable == 10
+    assert len(bench.requests.durable.requests) == 10
     for tenant, handle in (("c", 5), ("b", 1)):
         with pytest.raises(NotFound):
-            bench.requests.find(tenant, f"request-{handle}")
+            bench.requests.find_durable(tenant, f"request-{handle}")
 
 
 @pytest.mark.parametrize("limits", [DurableLimits(0, 10_000, 60.0), DurableLimits(8, 10, 60.0)])
@@ -363,11 +366,11 @@ def test_a_durable_request_that_is_refused_leaves_what_is_kept_of_an_earlier_one
     earlier = bench.admit(make_request(1), connection, durable=True)
     bench.step(earlier, ends=True)
     bench.admit(make_request(2, max_tokens=1000), connection, durable=True)
-    assert bench.requests.find("", "request-1") is earlier
+    assert bench.requests.find_durable("", "request-1") is earlier
     again = replace(make_request(3, max_tokens=500), request_id="request-1")
     with pytest.raises(ResourceExhausted):
         bench.admit(again, connection, durable=True)
-    assert bench.requests.find("", "request-1") is earlier
+    assert bench.requests.find_durable("", "request-1") is earlier
 
 
 def test_what_is_kept_stays_where_the_queue_has_no_room_for_a_durable_request():
@@ -379,9 +382,10 @@ def test_what_is_kept_stays_where_the_queue_has_no_room_for_a_durable_request():
         with pytest.raises(ResourceExhausted, match="full"):
             bench.admit(request, connection, durable=True, refusal=ResourceExhausted("the queue is full"))
         assert Reader(connection, Handle(3)).request is None
-        assert [bench.requests.find("", each.request_id) for each in kept] == kept
-    assert bench.requests.find("", bench.admit(request, connection, durable=True).request_id).request_id == "request-2"
-    assert bench.requests.num_durable == 2
+        assert [bench.requests.find_durable("", each.request_id) for each in kept] == kept
+    admitted = bench.admit(request, connection, durable=True)
+    assert bench.requests.find_durable("", admitted.request_id).request_id == "request-2"
+    assert len(bench.requests.durable.requests) == 2
 
 
 def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_that_starts_anew():
@@ -393,7 +397,7 @@ def test_durable_requests_that_have_grown_beyond_the_limit_go_on_at_a_scheduler_
     for handle in (1, 2, 3):
         request = make_request(handle, max_tokens=10_000, emitted=tuple(range(2500)))
         bench.admit(replace(request, accepted_before=True), connection, durable=True)
-    assert len(bench.core.live) == bench.requests.num_durable == 3
+    assert len(bench.core.live) == len(bench.requests.durable.requests) == 3
     with pytest.raises(ResourceExhausted):
         bench.admit(make_request(4), connection, durable=True)
 
@@ -414,7 +418,7 @@ def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
     owned = bench.admit(make_request(3), connection, durable=True)
     assert owned.durable is not None
     assert bench.requests.move(Reader(connection, Handle(3)), lambda key: KvSource())
-    for ask in (bench.requests.find, bench.requests.cancel):
+    for ask in (bench.requests.find_durable, bench.requests.cancel):
         with pytest.raises(Unavailable, match="request-3"):
             ask("", "request-3")
     assert not bench.requests.cancel("b", "request-3")
@@ -425,10 +429,10 @@ def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
     assert again.is_over
     bench.timers.pass_time(0.75)
     with pytest.raises(Unavailable):
-        bench.requests.find("", "request-3")
+        bench.requests.find_durable("", "request-3")
     bench.timers.pass_time(0.25)
     with pytest.raises(NotFound):
-        bench.requests.find("", "request-3")
+        bench.requests.find_durable("", "request-3")
     assert not bench.requests.cancel("", "request-3")
 
 

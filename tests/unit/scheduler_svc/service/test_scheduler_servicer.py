@@ -75,7 +75,7 @@ async def test_who_watches_the_cache_learns_at_once_that_it_was_reset():
     loop.replica.cache.watch(lambda changes, config: told.append(changes))
     content = BlockHash(bytes(32))
     scheduler.restore_sealed([(BlockId(1), content)])
-    loop.replica.cache.tell()
+    loop.replica.cache.report_changes()
     servicer = SchedulerServicer(loop, requests)
     await servicer.ResetPrefixCache(scheduler_pb2.ResetPrefixCacheRequest(), cast(grpc.aio.ServicerContext, None))
     assert told[-1].removed == [content]

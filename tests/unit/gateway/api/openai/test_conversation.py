@@ -3,7 +3,7 @@
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from gateway.api.openai.read import chat_options, names_of
+from gateway.api.openai.read_openai import chat_names, chat_options
 from gateway.api.openai.schemas import ChatBody
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
@@ -96,7 +96,7 @@ def test_errors_name_the_fields_as_they_came():
         "template_options.arguments.a[b]": "chat_template_kwargs.a[b]",
         "template_options.continue_final_message": "continue_final_message",
     }.items():
-        assert names_of(body)(field) == name
+        assert chat_names(body)(field) == name
 
 
 def test_an_integer_that_no_template_can_get_is_refused():

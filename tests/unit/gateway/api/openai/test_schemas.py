@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.body import BodyLimits, load_json
-from gateway.api.openai.schemas import ChatBody, CompletionBody, TokenizeBody
+from gateway.api.generation_fields import CompletionBody
+from gateway.api.openai.schemas import ChatBody, TokenizeBody
 from gateway.request.counting import EntryLimits
 from quire.rpc.errors import InvalidArgument, QuireError
 from tests.support.openai_bodies import BODY_LIMITS, parse

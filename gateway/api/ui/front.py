@@ -9,42 +9,48 @@ import hashlib
 import json
 import mimetypes
 import socket
-from collections.abc import Callable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.front import Front, FrontContext
+from gateway.api.openapi import ApiRoute
 from gateway.api.ui import access, feed, watch_messages
+from gateway.api.ui.access import OperatorAccess
 from gateway.api.ui.history import LoadHistory
 from gateway.auth.caller import current_caller
-from gateway.auth.keys import Authenticator, NoAuthenticator
+from gateway.auth.keys import NoAuthenticator
 from gateway.request.generator import Generator
 from gateway.settings import KILLABLE
 from quire.rpc.errors import NotFound, Unavailable, invalid_field
 
-_CHAT_PATHS = ("/v1/chat/completions", "/v1/models")
+_CHAT_PATH, _MODELS_PATH = "/v1/chat/completions", "/v1/models"
 _BLOCK_TIMEOUT_S = 5.0
 _MAX_KILL_BYTES = 256
 _MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
-def ui_routes(
-    generator: Generator,
-    authenticator: Authenticator,
-    routes: Sequence[Route],
-    on_refusal: Callable[[str], object],
-    history: LoadHistory,
-    demo_socket: Path | None,
-) -> list[BaseRoute]:
-    """`routes` includes the routes of OpenAI's API; `on_refusal` is called with the reason when the form rejects a key.
-    At `demo_socket` the supervisor kills services for demonstrations; without it, the page does not offer that."""
+def open_front(context: FrontContext) -> Front:
+    """Opens the front. The page has a chat if OpenAI's front is open."""
+    history = LoadHistory(context.generator.replicas.links, context.gateway_id)
+    return Front(
+        routes=ui_routes(context, history),
+        tasks={"history of the load": history.run},
+        access=OperatorAccess(),
+    )
+
+
+def ui_routes(context: FrontContext, history: LoadHistory) -> list[Route]:
+    """The routes, with the routes of the open fronts that a chat needs."""
+    generator, authenticator, demo_socket = context.generator, context.authenticator, context.settings.demo_socket
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
+    routes = [each for front in context.opened for each in front.routes if each.path in (_CHAT_PATH, _MODELS_PATH)]
+    chat_body = next((each.body for each in routes if isinstance(each, ApiRoute) and each.path == _CHAT_PATH), None)
 
     async def root(request: Request) -> Response:
         return RedirectResponse(f"{access.ROOT}/", 307, headers=dict(access.HEADERS))
@@ -66,7 +72,8 @@ def ui_routes(
 
     async def about(request: Request) -> Response:
         known = {
-            "parameters": ChatBody.model_json_schema(),
+            # None if the gateway serves no chats.
+            "parameters": chat_body and chat_body.model_json_schema(),
             "has_keys": has_keys,
             "can_kill": demo_socket is not None,
             **feed.gateway_state(generator),
@@ -80,7 +87,7 @@ def ui_routes(
         return Response(status_code=204, headers=dict(access.HEADERS))
 
     async def key(request: Request) -> Response:
-        return await access.take_key(request, authenticator, on_refusal)
+        return await access.take_key(request, authenticator, context.metrics.count_refused_caller)
 
     return [
         Route("/", root),
@@ -91,11 +98,7 @@ def ui_routes(
         Route(f"{access.ROOT}/about", about),
         Route(f"{access.ROOT}/kill", kill, methods=["POST"]),
         Route(access.KEY_PATH, key, methods=["POST"]),
-        *(
-            Route(access.ROOT + each.path, each.endpoint, methods=sorted(each.methods or ()))
-            for each in routes
-            if each.path in _CHAT_PATHS
-        ),
+        *(Route(access.ROOT + each.path, each.endpoint, methods=sorted(each.methods or ())) for each in routes),
         Route(f"{access.ROOT}/{{name}}", file),
     ]
 

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's Responses API: create, get, delete and cancel a response."""
+"""OpenAI's Responses API: create, get, delete and cancel a response, which is stored or runs in the background."""
 
 import dataclasses
 import re
@@ -8,9 +8,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
-from gateway.api.body import BodyLimits, read_body
+from gateway.api.body import read_body
 from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
 from gateway.api.fields import Conversation
+from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.api.responses.answers import (
@@ -22,19 +23,19 @@ from gateway.api.responses.answers import (
     ResponseObject,
 )
 from gateway.api.responses.background import BackgroundResponses
+from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.items import input_items, item_page
-from gateway.api.responses.read import (
+from gateway.api.responses.read_response import (
     InputBody,
     ResponseBody,
     names_of,
     parse_body,
     prompt_of,
 )
-from gateway.api.responses.store import ResponseStore
-from gateway.api.responses.write import ResponseHead, cancelled_response, error_event
+from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
+from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
 from gateway.auth.caller import current_caller
-from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
 from quire.rpc.errors import InvalidArgument, invalid_field
@@ -43,16 +44,38 @@ from quire.runtime import clock
 _PATH = "/v1/responses/{response_id}"
 
 
-def response_routes(
-    generator: Generator,
-    body_limits: BodyLimits,
-    *,
-    store: ResponseStore,
-    background: BackgroundResponses,
-    keep_alive_s: float,
-) -> list[ApiRoute]:
-    """The routes. `store` stores responses. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
-    routes = _ResponseRoutes(generator, body_limits, store, background, keep_alive_s)
+def open_front(context: FrontContext) -> Front:
+    """Opens the front with its stores. Raises ConfigurationError if a store cannot be used."""
+    place, max_bytes = context.settings.response_store, context.settings.max_stored_response_bytes
+    store = open_store(place, max_bytes)
+    background = BackgroundResponses(
+        context.generator,
+        BackgroundStore(sqlite_path(place), context.gateway_id, max_bytes),
+        context.authenticator,
+        partial(ResponseCall.of_kept, store=store),
+    )
+
+    async def read_call(data: bytes) -> ResponseCall:
+        body = await parse_body(ResponseBody, data, context.body_limits)
+        conversation = await conversation_with(store, body)
+        return ResponseCall(body, body.model or context.generator.model.name, store, conversation)
+
+    def close() -> None:
+        store.close()
+        background.close()
+
+    return Front(
+        routes=response_routes(context, store, background),
+        tasks={"background responses": background.run},
+        stop_runs=background.stop_runs,
+        close=close,
+        call_readers={"/v1/responses": read_call},
+    )
+
+
+def response_routes(context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> list[ApiRoute]:
+    """The routes. `store` stores responses."""
+    routes = _ResponseRoutes(context, store, background)
     return [
         ApiRoute(
             "/v1/responses",
@@ -86,18 +109,11 @@ def response_routes(
 
 
 class _ResponseRoutes:
-    def __init__(
-        self,
-        generator: Generator,
-        body_limits: BodyLimits,
-        store: ResponseStore,
-        background: BackgroundResponses,
-        keep_alive_s: float,
-    ) -> None:
-        self._generator, self._texts = generator, TextService(generator)
-        self._body_limits = body_limits
+    def __init__(self, context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> None:
+        self._generator, self._texts = context.generator, TextService(context.generator)
+        self._body_limits = context.body_limits
         self._store, self._background = store, background
-        self._keep_alive_s = keep_alive_s
+        self._keep_alive_s = context.keep_alive_s
 
     async def create(self, request: Request) -> Response:
         """Creates a response: answers a text or a conversation of items."""

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from gateway.api.openai.read import chat_options, completion_options, names_of
-from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
+from gateway.api.openai.read_openai import chat_names, chat_options
+from gateway.api.openai.schemas import ChatBody
 from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
 from quire.rpc.errors import InvalidArgument
@@ -110,7 +111,7 @@ def test_every_field_becomes_a_constraint_and_is_named_in_errors(fields, constra
     # The text before a chat's content is free, so the constraint is no parameter of sampling.
     assert options.prompt.response_format == constraint
     assert not options.sampling.HasField("constraint")
-    assert names_of(chat)("response_format.regex") == path
+    assert chat_names(chat)("response_format.regex") == path
 
 
 def test_text_is_no_constraint():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.anthropic.read import MessageBody, conversation_of, names_of, options_of, parse_body, prompt_of
+from gateway.api.anthropic.read_message import MessageBody, conversation_of, names_of, options_of, parse_body, prompt_of
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode

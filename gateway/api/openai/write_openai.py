@@ -1,26 +1,28 @@
-"""Writes the answers and chunks of completions and chat completions.
-
-Log probabilities belong to single tokens. A token may be a part of a character, so its bytes are exact, but its text is
-an approximation.
-"""
+"""Writes the answers and chunks of completions and chat completions."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Literal
 
+from gateway.api.answer_parts import (
+    NamedByIds,
+    chat_logprobs,
+    finite,
+    logprobs_by_token_id,
+    output_tokens_details,
+)
 from gateway.api.answers import LazyList
 from gateway.api.custom_tools import InputPieces, custom_input
+from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
 from gateway.api.openai import answers
 from gateway.api.openai.conversation import Message, ToolChoiceObject, custom_tools, message_text
-from gateway.api.openai.read import is_echo_alone
-from gateway.api.openai.schemas import ChatBody, CompletionBody, GenerationBody
+from gateway.api.openai.schemas import ChatBody
 from gateway.replicas.events import (
     Chunk,
     Finished,
     FinishReason,
     GeneratedSequence,
-    Logprob,
     PositionLogprobs,
     Usage,
 )
@@ -34,8 +36,6 @@ from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.version import VERSION
 
 SYSTEM_FINGERPRINT = f"quire-{VERSION}"
-# Represents -infinity, the log probability of excluded tokens, which JSON lacks. Clients know this value.
-LOWEST = -9999.0
 _ROLE: Literal["assistant"] = "assistant"
 
 
@@ -70,14 +70,6 @@ def usage_fields(usages: Sequence[Usage]) -> answers.CompletionUsage:
         **_token_counts(prompt_tokens, completion_tokens),
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages)},
         "completion_tokens_details": output_tokens_details(usages),
-    }
-
-
-def output_tokens_details(usages: Sequence[Usage]) -> answers.OutputTokensDetails:
-    return {
-        "reasoning_tokens": sum(usage.reasoning_tokens for usage in usages),
-        "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for usage in usages),
-        "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for usage in usages),
     }
 
 
@@ -131,21 +123,6 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> answers.TokenCo
     }
 
 
-class NamedByIds:
-    """Token ids in place of token texts, for a call that requests them."""
-
-    def __init__(self, texts: TokenTexts) -> None:
-        self._texts = texts
-
-    def text_of(self, token_id: int) -> str:
-        return f"token_id:{token_id}"
-
-    key_of = text_of
-
-    def bytes_of(self, token_id: int) -> bytes:
-        return self._texts.bytes_of(token_id)
-
-
 class CompletionLogprobs:
     """Log probabilities of one choice of a completion. It tracks the offset of each token in the choice's text."""
 
@@ -171,8 +148,8 @@ class CompletionLogprobs:
         """The most likely tokens, and the chosen token if it is not one of them."""
         if entry is None:
             return None
-        top = {self._texts.key_of(each.token_id): _finite(each.logprob) for each in entry.top[: self._num_top]}
-        return top | {self._texts.key_of(entry.chosen.token_id): _finite(entry.chosen.logprob)}
+        top = {self._texts.key_of(each.token_id): finite(each.logprob) for each in entry.top[: self._num_top]}
+        return top | {self._texts.key_of(entry.chosen.token_id): finite(entry.chosen.logprob)}
 
 
 LogprobsPart = tuple[CompletionLogprobs, TokenIds, Iterable[PositionLogprobs | None]]
@@ -185,26 +162,11 @@ def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
     return {
         "tokens": LazyList(lambda: chain.from_iterable(each.keys(ids) for each, ids, _ in parts)),
         "token_logprobs": LazyList(
-            lambda: (entry and _finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries)
+            lambda: (entry and finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries)
         ),
         "top_logprobs": LazyList(lambda: (each.top(entry) for each, _, entries in parts for entry in entries)),
         "text_offset": LazyList(lambda: chain.from_iterable(each.offsets(ids) for each, ids, _ in parts)),
     }
-
-
-def chat_logprobs(
-    texts: TokenTexts | NamedByIds, logprobs: Iterable[PositionLogprobs], *, shows_chosen: bool = False
-) -> answers.ChatLogprobs:
-    """Log probabilities of a chat. With `shows_chosen`, `top_logprobs` includes the chosen token in any case."""
-
-    def entries() -> Iterator[answers.ChatTokenLogprob]:
-        for entry in logprobs:
-            chosen, top = entry.chosen, entry.top
-            if shows_chosen and all(each.token_id != chosen.token_id for each in top):
-                top = (chosen, *top)
-            yield {**_chat_entry(texts, chosen), "top_logprobs": [_chat_entry(texts, each) for each in top]}
-
-    return {"content": LazyList(entries), "refusal": None}
 
 
 def token_ids(body: GenerationBody, ids: Sequence[int] | TokenIds) -> list[int] | None:
@@ -244,37 +206,6 @@ def prompt_logprobs(
         return None
     entries = logprobs_by_token_id(texts, logprobs, num_top)
     return LazyList(lambda: chain([None], entries))
-
-
-def logprobs_by_token_id(
-    texts: TokenTexts, logprobs: Iterable[PositionLogprobs], num_top: int
-) -> LazyList[answers.LogprobsByTokenId]:
-    """One entry per token: the chosen and the most likely tokens by their ids, as in vLLM."""
-    return LazyList(lambda: (_entry_by_token_id(texts, entry, num_top) for entry in logprobs))
-
-
-def _entry_by_token_id(texts: TokenTexts, entry: PositionLogprobs, num_top: int) -> answers.LogprobsByTokenId:
-    return {
-        str(each.token_id): {
-            "logprob": _finite(each.logprob),
-            "rank": each.rank,
-            "decoded_token": texts.text_of(each.token_id),
-        }
-        for each in (entry.chosen, *entry.top[:num_top])
-    }
-
-
-def _token_text(texts: TokenTexts | NamedByIds, token_id: int, data: bytes) -> str:
-    return texts.text_of(token_id) if isinstance(texts, NamedByIds) else data.decode(errors="replace")
-
-
-def _chat_entry(texts: TokenTexts | NamedByIds, entry: Logprob) -> answers.TopLogprob:
-    data = texts.bytes_of(entry.token_id)
-    return {"token": _token_text(texts, entry.token_id, data), "logprob": _finite(entry.logprob), "bytes": list(data)}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
 
 
 class ChatShaper:

@@ -10,12 +10,11 @@ from itertools import chain
 from typing import Any
 
 from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
+from gateway.api.answer_parts import ChatTokenLogprob, chat_logprobs, output_tokens_details
 from gateway.api.answers import ErrorAnswer, openai_error
 from gateway.api.custom_tools import InputPieces, custom_input
-from gateway.api.openai.answers import ChatTokenLogprob
-from gateway.api.openai.write import chat_logprobs, output_tokens_details
 from gateway.api.responses import answers
-from gateway.api.responses.read import ResponseBody
+from gateway.api.responses.read_response import ResponseBody
 from gateway.replicas.events import Chunk, Finished, FinishReason, PositionLogprobs, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Result

@@ -1,4 +1,4 @@
-"""The routes of Anthropic's Messages API. Fields are read in the same way with any anthropic-version and anthropic-beta
+"""Anthropic's Messages API. Fields are read in the same way with any anthropic-version and anthropic-beta
 header; with anthropic-version, errors and lists of models have Anthropic's form on all paths."""
 
 import dataclasses
@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from gateway.api.answers import OPENAI, Dialect
+from gateway.api.answers import Dialect
 from gateway.api.anthropic.answers import AnsweredMessage, AnthropicError, MessageEvent, MessageTokens
-from gateway.api.anthropic.read import (
+from gateway.api.anthropic.read_message import (
     MessageBody,
     TokensBody,
     conversation_of,
@@ -21,11 +21,12 @@ from gateway.api.anthropic.read import (
     parse_body,
     prompt_of,
 )
-from gateway.api.anthropic.write import ANTHROPIC, MessageShaper
-from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.anthropic.write_message import ANTHROPIC, MessageShaper
+from gateway.api.body import read_body, validated
 from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import Names
+from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
 from gateway.replicas.live import LiveRequest
@@ -40,12 +41,11 @@ _PATH = "/v1/messages"
 _API = "messages"
 
 
-def dialect_of(scope: Scope) -> Dialect:
-    """The dialect of the errors of a call, including errors before a route is found: Anthropic's for its own paths, and
-    for requests of its clients to any other path."""
+def dialect_of(scope: Scope) -> Dialect | None:
+    """Anthropic's dialect for its own paths, and for requests of its clients to other paths; None for other calls."""
     path = scope["path"]
     is_own = path == _PATH or path.startswith(f"{_PATH}/")
-    return ANTHROPIC if is_own or any(name == b"anthropic-version" for name, _ in scope["headers"]) else OPENAI
+    return ANTHROPIC if is_own or any(name == b"anthropic-version" for name, _ in scope["headers"]) else None
 
 
 def _is_told_to_think(generator: Generator, rule: FieldRule, body: TokensBody) -> bool:
@@ -109,8 +109,14 @@ class MessageCall:
         return MessageShaper(self.id, self._model, live[0], shows_thinking=shows_thinking)
 
 
-def message_routes(generator: Generator, body_limits: BodyLimits, *, keep_alive_s: float) -> list[ApiRoute]:
-    """The routes. `keep_alive_s` is the maximum silence of a stream; 0 means no limit."""
+def open_front(context: FrontContext) -> Front:
+    """Opens the front."""
+    return Front(routes=message_routes(context), dialect_of=dialect_of)
+
+
+def message_routes(context: FrontContext) -> list[ApiRoute]:
+    """The routes."""
+    generator, body_limits, keep_alive_s = context.generator, context.body_limits, context.keep_alive_s
     model, texts = generator.model.name, TextService(generator)
 
     async def create(request: Request) -> Response:

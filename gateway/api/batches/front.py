@@ -1,4 +1,4 @@
-"""The routes of OpenAI's files and batches."""
+"""OpenAI's files and batches."""
 
 import asyncio
 import os
@@ -15,19 +15,21 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
 from gateway.api.batches.files import FileRow
-from gateway.api.batches.lines import opened
+from gateway.api.batches.lines import BatchLimits, opened
 from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchStore
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
+from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.auth.caller import current_caller
+from gateway.request.body_memory import BodyMemory
+from gateway.request.counting import EntryLimits
 from gateway.request.violations import Violations, shortened
 from gateway.turns import Turns
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import Unavailable, Unimplemented, invalid_field
 
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _OTHER_ENDPOINTS = ("/v1/embeddings", "/v1/moderations", "/v1/images/generations", "/v1/images/edits", "/v1/videos")
 _WINDOW_S = 24 * 3600
 _MAX_NAME = 255
@@ -50,9 +52,42 @@ class BatchBody(Part):
     metadata: Annotated[dict[str, str] | None, max_entries(16)] = None
 
 
-def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRoute]:
-    """The routes. Without `batches` all calls are rejected, with the flag that enables them."""
-    routes = _BatchRoutes(batches, body_limits)
+def open_front(context: FrontContext) -> Front:
+    """Opens the front, whose batches have requests of the fronts that are open already. Without --batch-dir all calls
+    are rejected. Raises ConfigurationError if the directory cannot be used."""
+    settings = context.settings
+    call_readers = {path: read for front in context.opened for path, read in front.call_readers.items()}
+    if settings.batch_dir is None:
+        return Front(routes=batch_routes(None, context.body_limits, list(call_readers)))
+    # A separate memory limit, so that batches take no memory from callers that wait for an answer.
+    max_bytes = settings.max_total_body_bytes // 4
+    batches = Batches(
+        context.generator,
+        BatchStore(settings.batch_dir, context.gateway_id, settings.max_batch_dir_bytes),
+        context.authenticator,
+        call_readers,
+        BatchLimits(
+            settings.max_batch_requests,
+            settings.max_batch_file_bytes,
+            settings.max_message_bytes,
+            EntryLimits(settings.max_chat_messages),
+        ),
+        BodyMemory(max_bytes, max_bytes // 2 if settings.keys_files else None),
+        gateway_id=context.gateway_id,
+        concurrency=settings.batch_concurrency,
+    )
+    return Front(
+        routes=batch_routes(batches, context.body_limits, list(call_readers)),
+        tasks={"batches": batches.run},
+        stop_runs=batches.stop_runs,
+        close=batches.store.close,
+    )
+
+
+def batch_routes(batches: Batches | None, body_limits: BodyLimits, endpoints: Sequence[str]) -> list[ApiRoute]:
+    """The routes. Without `batches` all calls are rejected, with the flag that enables them. A batch has requests for
+    one of the `endpoints`."""
+    routes = _BatchRoutes(batches, body_limits, endpoints)
     return [
         ApiRoute("/v1/files", routes.list_files, errors=HTTP_STATUSES),
         ApiRoute("/v1/files", routes.upload, method="POST", errors=HTTP_STATUSES),
@@ -69,9 +104,10 @@ def batch_routes(batches: Batches | None, body_limits: BodyLimits) -> list[ApiRo
 
 
 class _BatchRoutes:
-    def __init__(self, batches: Batches | None, body_limits: BodyLimits) -> None:
+    def __init__(self, batches: Batches | None, body_limits: BodyLimits, endpoints: Sequence[str]) -> None:
         self._batches = batches
         self._body_limits = body_limits
+        self._endpoints = endpoints
 
     @property
     def _here(self) -> Batches:
@@ -144,8 +180,8 @@ class _BatchRoutes:
         body = await read_model(BatchBody, request, self._body_limits, {})
         violations = Violations()
         await self._body_limits.rule.check_by_turns(violations, body, "batches", Turns())
-        if body.endpoint not in ENDPOINTS:
-            known = ", ".join(ENDPOINTS)
+        if body.endpoint not in self._endpoints:
+            known = ", ".join(self._endpoints)
             why = "is for other kinds of models" if body.endpoint in _OTHER_ENDPOINTS else "is not known"
             violations.add("endpoint", f'is "{shortened(body.endpoint)}", which {why}; it must be one of {known}')
         if any(len(name) > 64 or len(value) > 512 for name, value in (body.metadata or {}).items()):

@@ -13,6 +13,12 @@ from pydantic_core import PydanticCustomError
 
 from gateway.api import field_rule, fields
 from gateway.api.body import BodyLimits, max_entries
+from gateway.api.constraint_fields import (
+    ConstraintFields,
+    StructuredOutputs,
+    check_constraints,
+    constraint_of,
+)
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import Part, Unread
@@ -21,7 +27,6 @@ from gateway.api.fields import (
     Conversation,
     LongList,
     Names,
-    Salt,
     as_parts,
     effort_arguments,
     make_tool,
@@ -30,15 +35,8 @@ from gateway.api.fields import (
     schema_text,
     tag_of,
 )
-from gateway.api.openai.constraint_fields import (
-    ConstraintFields,
-    StructuredOutputs,
-    check_constraints,
-    constraint_of,
-)
-from gateway.api.openai.schemas import Prediction, check_prediction
+from gateway.api.generation_fields import SharedFields, check_prediction
 from gateway.auth.caller import HIGHEST_PRIORITY
-from gateway.request.limits import MAX_LOGIT_BIAS
 from gateway.request.violations import Violations, shortened
 from gateway.types import ChatMessage, ChatPrompt, Clamp, RequestOptions
 from quire.common.v1.common_pb2 import AnyJsonObject, Constraint
@@ -288,32 +286,16 @@ class InputBody(Part):
         return [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
 
 
-class ResponseBody(InputBody):
+class ResponseBody(InputBody, SharedFields):
     unread: ClassVar[Unread] = field_rule.RESPONSE
 
     store: bool | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     include: Annotated[list[str] | None, Field(fail_fast=True)] = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_logprobs: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[Annotated[int, Field(strict=False)], float] | None, max_entries(MAX_LOGIT_BIAS)] = None
-    seed: int | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    top_k: int | None = None
-    ignore_eos: bool | None = None
-    thinking_token_budget: int | None = None
-    # In OpenAI's API only chat completions have it.
-    prediction: Prediction | None = None
-    priority: int | None = None
     structured_outputs: StructuredOutputs | None = None
     metadata: Annotated[dict[str, str] | None, max_entries(_MAX_METADATA)] = None
-    cache_salt: Salt | None = None
     background: bool | None = None
     # Labels and hints, which every state of the response repeats.
     max_tool_calls: int | None = None
@@ -321,8 +303,6 @@ class ResponseBody(InputBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-    # An extension of Quire: the stream outlives its reader, and its events have ids.
-    durable: bool | None = None
 
     @property
     def shows_logprobs(self) -> bool:

@@ -1,5 +1,7 @@
-"""Digests of the prefix cache for gateways, so that they send a prompt where most of it is cached. Disk and host memory
-below the pool are the next best places, and are reported as one place.
+"""Changes of the prefix cache: `CacheFeed` notifies watchers, and `CacheDigest` is the watcher that informs gateways.
+
+Gateways send a prompt where most of it is cached. Disk and host memory below the pool are the next best places, and are
+reported as one place.
 
 A block is reported by the end of its hash. Changes of a tenth of a second are sent together, the same to every gateway;
 a gateway that has not read the earlier ones gets the whole digest instead. A pool with many blocks reports only a part,
@@ -10,17 +12,18 @@ The content that is cached when the first gateway connects is read in parts, eac
 for half a million blocks this takes some tenths of a second in total, and no turn takes long.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Protocol
 
 from quire.messages.prefix_hashes import BlockHash, short
-from scheduler_svc.core.cache_log import CacheChanges
+from scheduler_svc.core.cache_log import CacheChanges, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.service.cache_feed import CacheFeed
+from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.outbox import CacheUpdate, Outbox
+from scheduler_svc.service.readers import call_later
 
-_MAX_TOLD = 1 << 16
+_MAX_REPORTED = 1 << 16
 """About the maximum number of reported blocks of the pool, and of blocks below it: half a mebibyte each, and some 5 MB
 in a gateway."""
 
@@ -31,54 +34,109 @@ _READ_AT_ONCE = 8_192
 
 _READ_INTERVAL_S = 0.005
 
-CallLater = Callable[[float, Callable[[], None]], object]
+
+class CacheWatcher(Protocol):
+    """Gets changes, and the limits of the pool that they belong to. It must not wait, and must not raise."""
+
+    def __call__(self, changes: CacheChanges, config: SchedulerConfig) -> None: ...
 
 
-def _call_later(seconds: float, call: Callable[[], None]) -> object:
-    return asyncio.get_running_loop().call_later(seconds, call)
+class CacheFeed:
+    """Changes of the prefix cache of the current core. Without watchers the core records none."""
+
+    def __init__(self) -> None:
+        self._watchers: list[CacheWatcher] = []
+        self._scheduler: Scheduler | None = None
+        self._log: CacheLog | None = None
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """Follows the cache of this core from now on."""
+        self._scheduler = scheduler
+        self._log = scheduler.log_cache() if self._watchers else None
+
+    def watch(self, watcher: CacheWatcher) -> None:
+        """Notifies `watcher` at once that all was cleared, and from then on of each change. The present content of the
+        cache is in `names`."""
+        self.report_changes()
+        self._watchers.append(watcher)
+        if self._scheduler is None:
+            return
+        if self._log is None:
+            self._log = self._scheduler.log_cache()
+            self.report_changes()
+        else:
+            watcher(CacheChanges(True, [], {}), self._scheduler.config)
+
+    def names(self, first: int, end: int) -> list[BlockHash | None]:
+        """The names of the blocks from `first` to before `end`, or to the last block; None for blocks that are not
+        cached. All changes up to now are reported first."""
+        self.report_changes()
+        return [] if self._scheduler is None else self._scheduler.batch.blocks.pool.names(first, end)
+
+    def names_below(self, first: int, end: int) -> list[BlockHash | None]:
+        """The same for the slots of the tier below the pool, followed by the blocks of host memory."""
+        self.report_changes()
+        if (scheduler := self._scheduler) is None:
+            return []
+        return scheduler.tier.names(first, end) + scheduler.swap_space.pool.names(first, end)
+
+    def unwatch(self, watcher: CacheWatcher) -> None:
+        """Stops notifying `watcher`. After the last watcher the core records no changes any more."""
+        self._watchers.remove(watcher)
+        if not self._watchers and self._scheduler is not None:
+            self._scheduler.set_cache_log(None)
+            self._log = None
+
+    def report_changes(self) -> None:
+        """Notifies all watchers of the changes since the last call. Called after each step, and when a pool was lost
+        or attached."""
+        if self._log is None or self._scheduler is None or (changes := self._log.take()) is None:
+            return
+        for watcher in self._watchers:
+            watcher(changes, self._scheduler.config)
 
 
 def sampling_bits_for(num_blocks: int) -> int:
     """The number of bits of a hash that must be zero for its block to be reported, in a pool of this size."""
-    return min(((num_blocks - 1) // _MAX_TOLD).bit_length(), _MAX_SAMPLING_BITS)
+    return min(((num_blocks - 1) // _MAX_REPORTED).bit_length(), _MAX_SAMPLING_BITS)
 
 
-class _Told:
+class _ReportedBlocks:
     """The blocks of one place that were reported to gateways, and the changes since."""
 
     def __init__(self) -> None:
         # Dicts keep the order of reports; sets would have another order in every process.
-        self._told: dict[bytes, None] = {}
+        self._reported: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self._stored: dict[bytes, None] = {}
 
     def clear(self) -> None:
-        for each in (self._told, self._removed, self._stored):
+        for each in (self._reported, self._removed, self._stored):
             each.clear()
 
     def remove(self, blocks: Iterable[bytes]) -> None:
         for content in blocks:
             self._stored.pop(content, None)
-            if content in self._told:
+            if content in self._reported:
                 self._removed[content] = None
 
     def store(self, blocks: Iterable[bytes]) -> None:
         for content in blocks:
             self._removed.pop(content, None)
-            if content not in self._told:
+            if content not in self._reported:
                 self._stored[content] = None
 
     def all(self) -> bytes:
-        return b"".join(self._told)
+        return b"".join(self._reported)
 
-    def take(self, limit: int | None = None) -> tuple[bytes, bytes]:
+    def take_changes(self, limit: int | None = None) -> tuple[bytes, bytes]:
         """The blocks that left and the blocks that came, which count as reported from now on. Above `limit` the blocks
         that were reported first leave."""
         for content in self._removed:
-            self._told.pop(content, None)
-        self._told |= self._stored
-        for content in list(islice(self._told, 0 if limit is None else max(0, len(self._told) - limit))):
-            del self._told[content]
+            self._reported.pop(content, None)
+        self._reported |= self._stored
+        for content in list(islice(self._reported, 0 if limit is None else max(0, len(self._reported) - limit))):
+            del self._reported[content]
             if content in self._stored:
                 del self._stored[content]
             else:
@@ -92,16 +150,13 @@ class _Told:
 class CacheDigest:
     """The blocks that were reported to gateways, and the changes since. Without gateways nothing is recorded."""
 
-    def __init__(
-        self, feed: CacheFeed, call_later: Callable[[float, Callable[[], None]], object] = _call_later
-    ) -> None:
-        """`call_later` is the event loop's method."""
+    def __init__(self, feed: CacheFeed, call_later: Callable[[float, Callable[[], None]], object] = call_later) -> None:
         self._feed = feed
         self._call_later = call_later
         self._gateways: dict[Outbox, None] = {}
         self._is_watching = False
         self._sampling_bits = 0
-        self._pool, self._below = _Told(), _Told()
+        self._pool, self._below = _ReportedBlocks(), _ReportedBlocks()
         self._is_cleared = False
         self._is_due = False
         # The first unread block; None if all are read, or if changes will report all blocks.
@@ -112,10 +167,10 @@ class CacheDigest:
         """Sends a gateway the present content of the cache, and from now on its changes."""
         if not self._is_watching:
             self._is_watching = True
-            self._feed.watch(self.note)
+            self._feed.watch(self.record_changes)
             self._unread = 0
             self._read()
-            self._tell()
+            self._send_changes()
         self._gateways[gateway] = None
         gateway.put_cache(self._snapshot(), self._snapshot)
 
@@ -124,7 +179,7 @@ class CacheDigest:
         self._gateways.pop(gateway, None)
         if self._is_watching and not self._gateways:
             self._is_watching = False
-            self._feed.unwatch(self.note)
+            self._feed.unwatch(self.record_changes)
             self._is_cleared, self._unread = False, None
             self._pool.clear()
             self._below.clear()
@@ -133,7 +188,7 @@ class CacheDigest:
         """The whole digest so far, for a gateway that missed some of it."""
         return CacheUpdate(True, b"", self._pool.all(), b"", self._below.all(), self._sampling_bits)
 
-    def note(self, changes: CacheChanges, config: SchedulerConfig) -> None:
+    def record_changes(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Records changes, as a watcher of the cache."""
         if changes.is_cleared:
             self._is_cleared = True
@@ -150,7 +205,7 @@ class CacheDigest:
         self._below.store(self._sampled(below))
         if not self._is_due:
             self._is_due = True
-            self._call_later(_INTERVAL_S, self._tell)
+            self._call_later(_INTERVAL_S, self._send_changes)
 
     def _read(self) -> None:
         """Adds some of the blocks that were cached before changes were recorded."""
@@ -172,9 +227,11 @@ class CacheDigest:
         mask = (1 << self._sampling_bits) - 1
         return [short(content) for content in blocks if not content[-1] & mask]
 
-    def _tell(self) -> None:
+    def _send_changes(self) -> None:
         self._is_due = False
-        update = CacheUpdate(self._is_cleared, *self._pool.take(), *self._below.take(_MAX_TOLD), self._sampling_bits)
+        update = CacheUpdate(
+            self._is_cleared, *self._pool.take_changes(), *self._below.take_changes(_MAX_REPORTED), self._sampling_bits
+        )
         self._is_cleared = False
         if update != CacheUpdate(False, b"", b"", b"", b"", self._sampling_bits):
             for gateway in self._gateways:

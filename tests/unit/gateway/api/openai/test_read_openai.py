@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
 from gateway.api.openai.completion_calls import CompletionCall
-from gateway.api.openai.read import chat_options, completion_options, completion_prompts, names_of
-from gateway.api.openai.schemas import ChatBody, CompletionBody
+from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
+from gateway.api.openai.schemas import ChatBody
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,
@@ -114,7 +115,8 @@ def test_a_seed_of_minus_one_is_none_as_vllm_has_it():
     ],
 )
 def test_errors_name_the_field_that_the_caller_knows(body, field, expected):
-    assert names_of(body)(field) == expected
+    names = chat_names(body) if isinstance(body, ChatBody) else names_of(body)
+    assert names(field) == expected
 
 
 def test_errors_name_the_prompt_among_several():

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 from gateway.request.generation_config import NO_DEFAULTS, ModelDefaults
-from gateway.request.prepare import bad_token_sequences, check_choice, drawn_seed, resolve
+from gateway.request.parameters import bad_token_sequences, check_choice, drawn_seed, resolve
 from quire.common.v1.common_pb2 import EARLY_STOPPING_FALSE, BeamSearchParameters, RowSampling, SamplingParameters
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.api.responses.read import ResponseBody, conversation_of, names_of, options_of, parse_body
+from gateway.api.responses.read_response import ResponseBody, conversation_of, names_of, options_of, parse_body
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode

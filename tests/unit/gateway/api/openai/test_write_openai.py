@@ -5,8 +5,9 @@ import math
 
 import pytest
 
+from gateway.api.answer_parts import chat_logprobs
 from gateway.api.answers import as_json
-from gateway.api.openai.write import CompletionLogprobs, chat_logprobs, completion_logprobs, prompt_logprobs
+from gateway.api.openai.write_openai import CompletionLogprobs, completion_logprobs, prompt_logprobs
 from gateway.replicas.events import Logprob, PositionLogprobs
 from gateway.text.tokenizer import TokenTexts
 from tests.support.tokenizers import byte_fallback, byte_level, byte_level_bytes, wrapped
