@@ -200,8 +200,8 @@ def reads_int8_pools(implementation: Implementation) -> bool:
     return isinstance(implementation, CpuKernels)
 
 
-def name_for(device: torch.device) -> str:
-    """A GPU by its name; a processor with the instruction set that the operations on it use."""
+def name_of(device: torch.device) -> str:
+    """For people: a GPU by its name; a processor with the instruction set that the operations on it use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
@@ -211,10 +211,10 @@ def name_for(device: torch.device) -> str:
     return f"{_processor_name()}, {isa}"
 
 
-def numerics_for(device: torch.device) -> tuple[str, ...]:
-    """Equal for two processes whose operations on this device round alike."""
+def numerics_of(device: torch.device) -> tuple[str, ...]:
+    """The device's name and the build of the kernels: equal for two processes whose operations on it round alike."""
     sources = LIBRARY if device.type == "cpu" and isinstance(fastest_for(device), CpuKernels) else Path(__file__)
-    return name_for(device), hashlib.sha256(sources.read_bytes()).hexdigest()
+    return name_of(device), hashlib.sha256(sources.read_bytes()).hexdigest()
 
 
 def _processor_name() -> str:
@@ -227,8 +227,8 @@ def _processor_name() -> str:
     return next(names, "") or platform.processor() or platform.machine()
 
 
-def largest_head_dim_for(device: torch.device) -> int | None:
-    """The largest head size that attention on such a device takes; None if it takes any."""
+def largest_head_dim(device: torch.device) -> int | None:
+    """The largest head size that `ops.paged_attention` takes on such a device; None if it takes any."""
     if device.type != "cuda" or fastest_for(device) is reference:
         return None
     # Imported here: a machine without a GPU needs no Triton.

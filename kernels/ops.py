@@ -24,11 +24,17 @@ from kernels.backends import (
     draws_for,
     has_fp8_products_for,
     implementation_for,
-    largest_head_dim_for,
-    name_for,
-    numerics_for,
     packed_products_for,
     reads_int8_pools,
+)
+from kernels.backends import (
+    largest_head_dim as largest_head_dim,
+)
+from kernels.backends import (
+    name_of as name_of,
+)
+from kernels.backends import (
+    numerics_of as numerics_of,
 )
 from kernels.checks import (
     FLOATING,
@@ -476,21 +482,6 @@ def draw(logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]) -
     if kernels is None:
         raise ValueError(f"logits is on {logits.device}, where no tokens are drawn")
     return kernels.draw(logits, rules, numbers)
-
-
-def largest_head_dim(device: torch.device) -> int | None:
-    """The largest head size that `paged_attention` takes on such a device; None if it takes any."""
-    return largest_head_dim_for(device)
-
-
-def name_of(device: torch.device) -> str:
-    """For people: a GPU by its name; a processor with the instruction set that the operations on it use."""
-    return name_for(device)
-
-
-def numerics_of(device: torch.device) -> tuple[str, ...]:
-    """The device's name and the build of the kernels, which determine the rounding of operations."""
-    return numerics_for(device)
 
 
 def _as_lines(

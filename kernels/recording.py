@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.backends import fastest_for, recording_with
 from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library, Operation, RecordedOperation, RunArgs
+from kernels.cpu.library import Arguments, Library, Operation, RecordedOperation, RunArgs
 
 _CACHE_LINE = 64
 
@@ -33,7 +33,7 @@ class RecordedCall:
     """One operation with its arguments, and the number of lines per token."""
 
     operation: Operation
-    arguments: Structure
+    arguments: Arguments
     lines_per_token: int
 
 
@@ -65,7 +65,6 @@ class Recording:
         arguments = RunArgs(
             operations=addressof(self._operations),
             num_operations=len(self.calls),
-            threads=torch.get_num_threads(),
             num_tokens=num_tokens,
             num_rows=num_rows,
         )
@@ -120,7 +119,7 @@ class Recorder:
         """The recording. It keeps `owner` alive, which holds all tensors that were not made meanwhile."""
         return Recording(self._library, self._calls, (self._memory.blocks, owner))
 
-    def call(self, operation: Operation, arguments: Structure) -> None:
+    def call(self, operation: Operation, arguments: Arguments) -> None:
         """Stores the operation."""
         name = operation.name.lower()
         if operation.lines_field is None:
@@ -128,6 +127,7 @@ class Recorder:
         lines = getattr(arguments, operation.lines_field)
         if not lines or lines % self._num_tokens:
             raise NotRecordableError(f"{name} over {lines} lines, which {self._num_tokens} tokens do not divide")
+        arguments.threads = torch.get_num_threads()
         self._calls.append(RecordedCall(operation, arguments, lines // self._num_tokens))
 
 

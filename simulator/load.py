@@ -3,11 +3,11 @@
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from quire.load import LoadRequest, RequestRecord
+from quire.load import LoadRequest, RequestRecord, conversations
 from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.request import Request, RowSampling
 from simulator.engine import Life, Simulation, key_of
@@ -45,7 +45,7 @@ class LoadArrivals:
         """By the engine's numbers."""
         self.unsent: list[RequestRecord] = []
         """Turns after one that failed."""
-        self._conversations = _conversations(load)
+        self._conversations = map(deque, conversations(load))
         self._next = next(self._conversations, None)
         # Following turns: their time, and the rest of their conversation.
         self._following: list[tuple[float, int, deque[LoadRequest]]] = []
@@ -104,17 +104,6 @@ class LoadArrivals:
             self._next = None
             return None
         return due
-
-
-def _conversations(load: Iterable[LoadRequest]) -> Iterator[deque[LoadRequest]]:
-    turns: deque[LoadRequest] = deque()
-    for request in load:
-        if turns and request.turn == 0:
-            yield turns
-            turns = deque()
-        turns.append(request)
-    if turns:
-        yield turns
 
 
 def check_simulated(request: LoadRequest) -> int:

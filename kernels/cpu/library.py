@@ -78,7 +78,13 @@ def _doubles(names: str) -> list[tuple[str, type[c_double]]]:
     return [(name, c_double) for name in names.split()]
 
 
-class AttentionArgs(Structure):
+class Arguments(Structure):
+    """The arguments of one operation."""
+
+    threads: int
+
+
+class AttentionArgs(Arguments):
     _fields_ = (
         *_pointers("output query kv_cache block_tables query_start_loc seq_lens alibi_slopes sinks"),
         *_integers("dtype threads num_tokens num_rows num_heads num_kv_heads head_dim block_size num_blocks"),
@@ -88,7 +94,7 @@ class AttentionArgs(Structure):
     )
 
 
-class NormArgs(Structure):
+class NormArgs(Arguments):
     _fields_ = (
         *_pointers("output x residual weight bias"),
         *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride"),
@@ -96,7 +102,7 @@ class NormArgs(Structure):
     )
 
 
-class SiluArgs(Structure):
+class SiluArgs(Arguments):
     _fields_ = (*_pointers("output x"), *_integers("dtype threads rows n x_stride"))
 
 
@@ -104,7 +110,7 @@ class Grouping(Structure):
     _fields_ = (*_integers("pieces scale_dtype has_zeros"),)
 
 
-class PackArgs(Structure):
+class PackArgs(Arguments):
     _fields_ = (
         *_pointers("packed weight"),
         *_integers("threads out_features in_bytes row_bytes gated word_bytes stored"),
@@ -113,21 +119,21 @@ class PackArgs(Structure):
     )
 
 
-class LookUpArgs(Structure):
+class LookUpArgs(Arguments):
     _fields_ = (
         *_pointers("output rows ids"),
         *_integers("threads num_ids num_rows row_bytes row_stride stored"),
     )
 
 
-class CompressArgs(Structure):
+class CompressArgs(Arguments):
     _fields_ = (
         *_pointers("compressed packed num_exceptions"),
         *_integers("threads panels numbers max_exceptions"),
     )
 
 
-class QuantizeArgs(Structure):
+class QuantizeArgs(Arguments):
     _fields_ = (*_pointers("values scales x"), *_integers("dtype threads rows n x_stride value_stride"))
 
 
@@ -135,14 +141,14 @@ class LowRankPart(Structure):
     _fields_ = (*_pointers("a b"), *_doubles("scale"), *_integers("rank first_tile last_tile column"))
 
 
-class ShrinkArgs(Structure):
+class ShrinkArgs(Arguments):
     _fields_ = (
         *_pointers("shrunk x parts slots"),
         *_integers("dtype threads num_tokens num_slots num_parts max_rank in_features x_stride shrunk_stride"),
     )
 
 
-class ProductArgs(Structure):
+class ProductArgs(Arguments):
     _fields_ = (
         *_pointers("output x weight bias scales x_scales shrunk parts slots"),
         *_integers("dtype stored output_dtype activation threads num_tokens out_features in_features"),
@@ -152,7 +158,7 @@ class ProductArgs(Structure):
     )
 
 
-class DrawArgs(Structure):
+class DrawArgs(Arguments):
     _fields_ = (
         *_pointers("token_ids highest logits temperature top_k top_p min_score numbers"),
         *_integers("threads rows vocab_size row_stride"),
@@ -173,7 +179,7 @@ class CacheSlots(Structure):
     )
 
 
-class RotaryArgs(Structure):
+class RotaryArgs(Arguments):
     _fields_ = (
         *(("query", Heads), ("key", Heads), ("value", Heads), ("cache", CacheSlots)),
         *_pointers("positions cos_sin"),
@@ -185,11 +191,11 @@ class SharedGroup(Structure):
     _fields_ = (*_pointers("memory"), *_integers("rank size slot_bytes"))
 
 
-class AllReduceArgs(Structure):
+class AllReduceArgs(Arguments):
     _fields_ = (*_pointers("x"), ("group", SharedGroup), *_integers("dtype threads rows n"))
 
 
-class AllGatherArgs(Structure):
+class AllGatherArgs(Arguments):
     _fields_ = (*_pointers("output x"), ("group", SharedGroup), *_integers("threads rows part total x_stride"))
 
 
@@ -197,7 +203,7 @@ class RecordedOperation(Structure):
     _fields_ = (*_integers("operation"), *_pointers("args"), *_integers("lines_per_token"))
 
 
-class RunArgs(Structure):
+class RunArgs(Arguments):
     _fields_ = (*_pointers("operations"), *_integers("num_operations threads num_tokens num_rows"))
 
 
@@ -274,7 +280,7 @@ class Operations(Protocol):
 
     isa: str
 
-    def call(self, operation: Operation, arguments: Structure) -> None: ...
+    def call(self, operation: Operation, arguments: Arguments) -> None: ...
 
 
 class LibraryUnavailableError(Exception):
@@ -305,13 +311,14 @@ class Library:
         self._functions = {operation: _function(library, operation) for operation in Operation}
         weakref.finalize(self, library.quire_close, context)
 
-    def call(self, operation: Operation, arguments: Structure) -> None:
-        """Runs an operation with the struct that belongs to it.
+    def call(self, operation: Operation, arguments: Arguments) -> None:
+        """Runs an operation with the struct that belongs to it, on as many threads as torch uses.
 
         Raises:
             IndexError: an index tensor is out of range. Nothing was written.
             MemoryError: there is no memory for intermediate results.
         """
+        arguments.threads = torch.get_num_threads()
         status = self._functions[operation](self._context, ctypes.byref(arguments))
         if status:
             error, message = _ERRORS[status]

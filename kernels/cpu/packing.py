@@ -84,7 +84,6 @@ class WeightPacker:
         arguments = PackArgs(
             packed=data.data_ptr(),
             weight=numbers.data_ptr(),
-            threads=torch.get_num_threads(),
             out_features=out_features,
             in_bytes=in_features * numbers.element_size(),
             row_bytes=numbers.stride(0) * numbers.element_size(),
@@ -116,7 +115,6 @@ class WeightPacker:
         arguments = PackArgs(
             packed=data.data_ptr(),
             weight=rows.data_ptr(),
-            threads=torch.get_num_threads(),
             out_features=out_features,
             in_bytes=row_bytes,
             row_bytes=rows.stride(0),
@@ -143,7 +141,6 @@ class WeightPacker:
             compressed=compressed.data_ptr(),
             packed=packed.data_ptr(),
             num_exceptions=num_exceptions.data_ptr(),
-            threads=torch.get_num_threads(),
             panels=panels,
             numbers=numbers,
             max_exceptions=max_exceptions,
@@ -167,7 +164,6 @@ def quantize(
         scales=scales.data_ptr(),
         x=tokens.data_ptr(),
         dtype=DTYPES[tokens.dtype],
-        threads=torch.get_num_threads(),
         rows=num_tokens,
         n=n,
         x_stride=tokens.stride(0),

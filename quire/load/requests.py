@@ -1,6 +1,6 @@
 """One request of a load, and operations on a list of them: arrival times, and how to decode."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -148,3 +148,15 @@ def describe(requests: Sequence[LoadRequest]) -> dict[str, float]:
             facts[f"{name}_mean"] = mean
             facts[f"{name}_variation"] = float(np.std(lengths)) / mean
     return facts
+
+
+def conversations(load: Iterable[LoadRequest]) -> Iterator[list[LoadRequest]]:
+    """Runs of consecutive turns; a request by itself is a conversation of one turn."""
+    turns: list[LoadRequest] = []
+    for request in load:
+        if turns and request.turn == 0:
+            yield turns
+            turns = []
+        turns.append(request)
+    if turns:
+        yield turns

@@ -3,13 +3,13 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from quire.load import LoadRequest, RequestRecord
+from quire.load import LoadRequest, RequestRecord, conversations
 
 _EARLIER_TURN_FAILED = "EARLIER_TURN_FAILED"
 _TIMEOUT = "TIMEOUT"
@@ -247,15 +247,3 @@ class Driver:
     async def _sleep_until(self, time_s: float) -> None:
         if (left := time_s - self._now()) > 0:
             await asyncio.sleep(left)
-
-
-def conversations(load: Iterable[LoadRequest]) -> Iterator[list[LoadRequest]]:
-    """Runs of consecutive turns; a request by itself is a conversation of one turn."""
-    turns: list[LoadRequest] = []
-    for request in load:
-        if turns and request.turn == 0:
-            yield turns
-            turns = []
-        turns.append(request)
-    if turns:
-        yield turns

@@ -183,8 +183,11 @@ def _take(events: ClientEvents, texts: dict[tuple[int, int], Text]) -> None:
         texts[end.handle, end.sequence_index].end = (end.num_tokens, end.reason, end.stop_token_id)
 
 
-class EveryDraft:
+class EveryDraft(PayingDrafts):
     """Verifies every guess."""
+
+    def __init__(self) -> None:
+        pass
 
     def enter(self, row: int) -> None:
         pass

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from worker_svc.device.draft_choice import DraftChoice, Guesses
+from worker_svc.device.draft_choice import Guesses, PayingDrafts
 from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.flat_batch import count_up, sample_places
 from worker_svc.device.rows import Rows
@@ -121,7 +121,7 @@ class Drafts:
             forced: returns the forced next tokens of these constrained rows; omits rows without forced tokens.
             model: guesses for the rows that the drafter has no guess for.
         """
-        self.choice: DraftChoice | None = None
+        self.choice: PayingDrafts | None = None
         """Set before the first step that may have drafts."""
         self.looked_in_vain = False
         """Whether guesses were looked for in the pass that began, which verifies none."""

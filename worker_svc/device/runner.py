@@ -19,7 +19,7 @@ from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.decode_run import DecodeRun, are_plain
-from worker_svc.device.draft_choice import DraftChoice
+from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.draft_verification import Drafts, Kept
 from worker_svc.device.flat_batch import (
@@ -319,7 +319,7 @@ class ModelRunner:
         """Costs of the draft model's passes, to be measured after the first steps; None if there is no draft model."""
         return None if self._draft_model is None else self._draft_model.measured_costs(context_s)
 
-    def choose_drafts(self, choice: DraftChoice) -> None:
+    def choose_drafts(self, choice: PayingDrafts) -> None:
         """Chooses drafts by this from now on. Without it there are none."""
         if self._drafts is not None:
             self._drafts.choice = choice
