@@ -7,6 +7,7 @@ Two sequences that agree on a hash agree on everything up to the end of that blo
 they can share the block. Hashes are computed here and never taken from others.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
@@ -80,9 +81,12 @@ class PrefixIndex(BlockPool):
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
         self.log: CacheLog | None = None
+        self.num_releases = 0
+        """Number of times that references were dropped so far."""
+        # Blocks without a holder that can still be hit, least recently used first. The pool has the other free blocks.
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * num_blocks
         self._by_hash: dict[BlockHash, BlockId] = {}
-        self._num_held_sealed = 0
         # Blocks that a CachedStart may have, and changed ones: such blocks that got their first holder, lost their last
         # holder or cannot be hit any more, each once until it is found again.
         self._found: set[BlockId] = set()
@@ -97,7 +101,11 @@ class PrefixIndex(BlockPool):
     @property
     def num_cached(self) -> int:
         """The number of blocks without a holder that can still be hit."""
-        return len(self._by_hash) - self._num_held_sealed
+        return len(self._cached)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free) + len(self._cached)
 
     def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
         """`ref_count` of each."""
@@ -110,7 +118,7 @@ class PrefixIndex(BlockPool):
 
     def free_blocks(self) -> tuple[BlockId, ...]:
         """The free blocks in the order in which they will be handed out."""
-        return tuple(self._free)
+        return (*reversed(self._free), *self._cached)
 
     def hash_of(self, block: BlockId) -> BlockHash | None:
         """The hash under which the block is sealed."""
@@ -127,34 +135,47 @@ class PrefixIndex(BlockPool):
     def allocate(self, count: int, evict: Callable[[BlockId, BlockHash], None] | None = None) -> list[BlockId]:
         """Takes `count` free blocks, each with a reference count of 1, and calls `evict` for each block that could be
         hit. Raises OutOfBlocksError and then changes nothing."""
-        blocks = super().allocate(count)
+        num_evicted = max(count - len(self._free), 0)
+        if num_evicted <= len(self._cached):
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(num_evicted)]
+            for block in evicted:
+                self._forget(block, evict)
+            self._free[:0] = reversed(evicted)
+        return super().allocate(count)
+
+    def _forget(self, block: BlockId, evict: Callable[[BlockId, BlockHash], None] | None) -> None:
+        content, self._hashes[block] = self._hashes[block], None
+        assert content is not None
+        del self._by_hash[content]
+        if block in self._found:
+            self._note_changes((block,))
+        if self.log is not None:
+            self.log.removed(content)
+        if evict is not None:
+            evict(block, content)
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        """Adds one reference to each block; cached blocks that had no holder are no longer free."""
+        counts, changed = self._ref_counts, list[BlockId]()
         for block in blocks:
-            content = self._hashes[block]
-            if content is not None:
-                del self._by_hash[content]
-                self._hashes[block] = None
-                if block in self._found:
-                    self._note_changes((block,))
-                if self.log is not None:
-                    self.log.removed(content)
-                if evict is not None:
-                    evict(block, content)
-        return blocks
+            count = counts[block]
+            counts[block] = count + 1
+            if count == 0:
+                del self._cached[block]
+                changed.append(block)
+        self._note_changes(changed)
+
+    def free(self, *tables: Sequence[BlockId]) -> None:
+        self.num_releases += 1
+        super().free(*tables)
 
     def _give_back(self, blocks: list[BlockId]) -> None:
         hashes = self._hashes
         if cached := [block for block in blocks if hashes[block] is not None]:
             blocks = [block for block in blocks if hashes[block] is None]
-            self._num_held_sealed -= len(cached)
+            self._cached.update(dict.fromkeys(cached))
             self._note_changes(cached)
         super()._give_back(blocks)
-        self._free.extend(cached)
-
-    def _take_back(self, blocks: list[BlockId]) -> None:
-        super()._take_back(blocks)
-        self._note_changes(blocks)
-        hashes = self._hashes
-        self._num_held_sealed += sum(hashes[block] is not None for block in blocks)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
         """The blocks sealed under the first of these hashes, up to the first hash that is not in the pool."""
@@ -204,7 +225,6 @@ class PrefixIndex(BlockPool):
             return False
         self._hashes[block] = content
         self._by_hash[content] = block
-        self._num_held_sealed += 1
         return True
 
     def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
@@ -217,16 +237,16 @@ class PrefixIndex(BlockPool):
         """The blocks of `sealed` that were not freed and allocated for other content since."""
         return [(block, content) for block, content in sealed if self.hash_of(block) == content]
 
-    def restore(self, block: BlockId, content: BlockHash) -> None:
-        """Names the content of a free block that an earlier scheduler sealed."""
-        if self._ref_counts[block] or self._hashes[block] is not None or content in self._by_hash:
-            return
-        self._hashes[block] = content
-        self._by_hash[content] = block
-        self._free.remove([block])
-        self._free.extend([block])
-        if self.log is not None:
-            self.log.restored(content)
+    def restore(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Names the contents of free blocks that an earlier scheduler sealed."""
+        for block, content in sealed:
+            if not (self._ref_counts[block] or self._hashes[block] is not None or content in self._by_hash):
+                self._hashes[block] = content
+                self._by_hash[content] = block
+                self._cached[block] = None
+                if self.log is not None:
+                    self.log.restored(content)
+        self._free = [block for block in self._free if self._hashes[block] is None]
 
     def sealed_hashes(self) -> list[BlockHash]:
         """The names of all blocks that can be hit."""

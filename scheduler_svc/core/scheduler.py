@@ -76,9 +76,8 @@ class Scheduler(State):
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         """Puts blocks into the prefix cache that a worker reported as final under an earlier scheduler, or before its
         stream broke. Called before anything runs. Blocks that this pool does not have are ignored."""
-        for block, content in sealed:
-            if block < self.config.num_blocks:
-                self.batch.blocks.pool.restore(block, content)
+        num_blocks = self.config.num_blocks
+        self.batch.blocks.pool.restore((block, content) for block, content in sealed if block < num_blocks)
 
     @property
     def is_sealing(self) -> bool:

@@ -23,7 +23,7 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
     """Records inside the block the order in which blocks are freed. Blocks must be handed out in that order after all
     blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block before
     the one with this name."""
-    free_blocks, restore_block = PrefixIndex.free, PrefixIndex.restore
+    free_blocks, restore_blocks = PrefixIndex.free, PrefixIndex.restore
 
     def note(pool: PrefixIndex, blocks: Iterable[BlockId]) -> None:
         times = _FREED_AT.setdefault(pool, {})
@@ -46,11 +46,11 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
         note(pool, (block for table in tables for block in reversed(table)))
         free_blocks(pool, *tables)
 
-    def restore(pool: PrefixIndex, block: BlockId, content: BlockHash) -> None:
-        had_name = pool.hash_of(block) is not None
-        restore_block(pool, block, content)
-        if not had_name and pool.hash_of(block) is not None:
-            note(pool, (block,))
+    def restore(pool: PrefixIndex, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        sealed = list(sealed)
+        new = dict.fromkeys(block for block, _ in sealed if pool.hash_of(block) is None)
+        restore_blocks(pool, sealed)
+        note(pool, (block for block in new if pool.hash_of(block) is not None))
 
     _FREED_AT.clear()
     with patch.object(PrefixIndex, "free", free), patch.object(PrefixIndex, "restore", restore):

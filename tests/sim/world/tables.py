@@ -15,8 +15,8 @@ _TABLES = (dict, list, set, deque)
 
 KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
-        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses FreeQueue._next
-        FreeQueue._previous Gateway._background HttpServer.servers KeyEntry.__dict__ KeyEntry.__pydantic_fields_set__
+        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses
+        Gateway._background HttpServer.servers KeyEntry.__dict__ KeyEntry.__pydantic_fields_set__
         KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id RowTable._free RowTable.sequences
         ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
@@ -28,8 +28,8 @@ KEPT: dict[str, str] = {
         Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
         BlockFile._free BlockFile._slots CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk
-        CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._changes PrefixIndex._found PrefixIndex._hashes
-        PrefixIndex._ref_counts Tier._by_slot Tier._slots _Restored.hashes""",
+        CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._cached PrefixIndex._changes PrefixIndex._found
+        PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts Tier._by_slot Tier._slots _Restored.hashes""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled

@@ -100,7 +100,7 @@ class NamingBlocks(BlockManager):
         room, and are evicted there last."""
         host, evicted, lost = self.host, list[BlockHash](), list[BlockHash]()
         if host.caches:
-            evicted = list(filter(None, self.pool.hashes_of(list(itertools.islice(self.pool._free, count)))))
+            evicted = list(filter(None, self.pool.hashes_of(self.pool.free_blocks()[:count])))
             lost = evicted[-host.pool.num_free :] if host.pool.num_free else []
         blocks = super().take(count)
         if any(name not in host for name in lost):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quire.messages.prefix_hashes import BlockHash, block_hash, root_hash
 from scheduler_svc.core.kv_cache import VictimTables
-from scheduler_svc.core.paging.block_pool import BlockId, FreeQueue
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step import StepResult
@@ -77,8 +77,7 @@ def test_sealed_blocks_are_announced_once_and_can_be_adopted_by_a_successor():
 
 def test_what_a_predecessor_says_twice_of_a_block_or_a_content_holds_as_it_was_first_said():
     pool, (first, second) = PrefixIndex(2), PrefixHashes(root_hash(""), 4).first(2, SHORT_PROMPT)
-    for block, content in ((0, first), (0, second), (1, first)):
-        pool.restore(BlockId(block), content)
+    pool.restore((BlockId(block), content) for block, content in ((0, first), (0, second), (1, first)))
     assert pool.sealed_hashes() == [first]
     assert pool.names(0, 2) == [first, None]
 
@@ -165,28 +164,28 @@ def test_a_common_start_that_is_too_short_delays_nobody():
     assert running(driver) == {1, 2}
 
 
-@given(st.integers(1, 8), st.lists(st.tuples(st.sampled_from(["pop", "remove", "last", "first"]), st.integers(0, 7))))
-def test_the_queue_behaves_like_a_list(num_blocks, operations):
-    queue, model, out = FreeQueue(num_blocks), list(range(num_blocks)), []
-    for operation, pick in operations:
-        if operation == "pop" and model:
-            count = min(1 + pick % 3, len(model))
-            out += model[:count]
-            del model[:count]
-            assert queue.pop(count) == out[-count:]
-        elif operation == "remove" and model:
-            taken = [model.pop(pick % len(model)) for _ in range(min(1 + pick % 3, len(model)))]
-            queue.remove([BlockId(block) for block in taken])
-            out += taken
-        elif operation == "last" and out:
-            count = min(1 + pick % 3, len(out))
-            model += out[:count]
-            del out[:count]
-            queue.extend([BlockId(block) for block in model[-count:]])
-        elif operation == "first" and out:
-            count = min(1 + pick % 3, len(out))
-            queue.extend_first([BlockId(block) for block in out[:count]])
-            model[:0] = out[:count][::-1]
-            del out[:count]
-        assert list(queue) == model
-        assert len(queue) == len(model)
+@given(st.lists(st.tuples(st.sampled_from(["allocate", "seal", "touch", "free"]), st.integers(0, 7))))
+def test_free_blocks_keep_the_order_of_two_lists(operations):
+    pool, names = PrefixIndex(8), dict[BlockId, BlockHash]()
+    unnamed, cached, held = [*map(BlockId, range(8))], [], []
+    for number, (operation, pick) in enumerate(operations):
+        if operation == "allocate" and len(held) < 8:
+            count = min(1 + pick % 3, 8 - len(held))
+            blocks = [*unnamed, *cached][:count]
+            unnamed, cached = [[each for each in free if each not in blocks] for free in (unnamed, cached)]
+            held += blocks
+            assert pool.allocate(count) == blocks
+            names = {block: name for block, name in names.items() if block not in blocks}
+        elif operation == "seal" and held and held[pick % len(held)] not in names:
+            block = held[pick % len(held)]
+            names[block] = BlockHash(number.to_bytes(32))
+            assert pool.seal(block, names[block])
+        elif operation == "touch" and cached:
+            held.append(cached.pop(pick % len(cached)))
+            pool.touch([held[-1]])
+        elif operation == "free" and held:
+            block = held.pop(pick % len(held))
+            unnamed, cached = (unnamed, [*cached, block]) if block in names else ([block, *unnamed], cached)
+            pool.free([block])
+        assert pool.free_blocks() == (*unnamed, *cached)
+        assert pool.hits(names.values()) == list(names)

@@ -208,9 +208,10 @@ def test_block_tables_take_a_hit_as_long_as_their_layers_say():
             return [BlockId(5), BlockId(6)]
 
     blocks = Cached(BlockPool(8), HostBlocks(BlockPool(0)), 4, 0.0)
+    blocks.pool.allocate(7)
     sequence = Sequence(key="a", index=0, token_ids=list(range(10)), num_prompt_tokens=10, max_len=12)
     assert blocks.allocate_slots([sequence]) == [8]
-    assert sequence.block_table == [5, 6, 0]
+    assert sequence.block_table == [5, 6, 7]
 
 
 _RUN_ALL = """
