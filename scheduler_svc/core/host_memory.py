@@ -47,7 +47,8 @@ class HostMemory(HostBlocks):
         if name is not None and (known := self.find(name)) is not None:
             self.pool.touch((known,))
             return known
-        host = self.copy_out(block)
+        (host,) = self.pool.allocate(1, self._forgotten)
+        self.copy_out(block, host)
         if name is not None:
             self.pool.seal(host, name)
             if self.log is not None:
@@ -61,9 +62,6 @@ class HostMemory(HostBlocks):
             num_out = len(self._out)
             self.pool.free((self.save(block, content),))
             self.counts.to_host += len(self._out) - num_out
-
-    def _allocate(self) -> list[BlockId]:
-        return self.pool.allocate(1, self._forgotten)
 
     def forget_cached(self) -> None:
         """Forgets the blocks that no group holds."""

@@ -34,7 +34,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
     """Decides which groups enter and leave the batch, and builds the next step."""
 
     def __init__(self, state: State, arrivals: Arrivals) -> None:
-        super().__init__(state)
+        super().__init__(state, state.queues)
         self._state = state
         self._arrivals = arrivals
         self._num_blocks_looked_up = 0

@@ -76,7 +76,8 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         group = self._by_key.get(key)
         if group is not None and group.order in self._held:
             self._held.remove(group.order)
-            self._put_in_order(group)
+            insort(self._orders, group.order)
+            self._add_to_tenant(group)
 
     def release_all(self) -> None:
         """Releases all held groups."""
@@ -122,16 +123,23 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
     def add(self, group: SequenceGroup) -> None:
         """Adds a group that is not here."""
         super().add(group)
+        self._add_to_tenant(group)
         self.num_changes += 1
         num_tokens = self._tokens[group.key] = group.num_tokens_to_compute
         self.num_tokens += num_tokens
         self._tokens_of_tenant[group.request.tenant] += num_tokens
         self._num_of_tenant[group.request.tenant] += 1
 
+    def remove(self, key: Hashable) -> SequenceGroup:
+        group = self._by_key[key]
+        self.remove_all([group])
+        return group
+
     def remove_all(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Removes groups. All must be here."""
-        super().remove_all(groups)
+        self._take_out_of_order(groups)
         for group in groups:
+            del self._by_key[group.key], self._by_order[group.order]
             tenant = group.request.tenant
             num_tokens = self._tokens.pop(group.key)
             self.num_tokens -= num_tokens
@@ -153,8 +161,7 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         self.num_changes += len(groups)
         return groups
 
-    def _put_in_order(self, group: SequenceGroup) -> None:
-        super()._put_in_order(group)
+    def _add_to_tenant(self, group: SequenceGroup) -> None:
         order, tenant = group.order, group.request.tenant
         own = self._of_tenant.setdefault(tenant, [])
         insort(own, order)
@@ -169,7 +176,7 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
             if group.order in self._held:
                 self._held.remove(group.order)
                 continue
-            super()._take_out_of_order([group])
+            del self._orders[bisect_left(self._orders, group.order)]
             own = self._of_tenant[group.request.tenant]
             del own[bisect_left(own, group.order)]
             if not own:

@@ -10,8 +10,8 @@ import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
-from scheduler_svc.core.paging import scheduler
 from scheduler_svc.core.paging.rows import Array
+from scheduler_svc.core.paging.scheduler import append_tokens, end_sequences
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId, RequestKey
 from scheduler_svc.core.running_batch import Batch, RowTable
@@ -140,13 +140,13 @@ def _check_logprobs(
         raise ValueError(f"a log probability in the result of step {step.step_id} is not a number")
 
 
-class Results(scheduler.Results[Sequence, SequenceGroup]):
-    """Applies one step's result; `events` collects the events for clients."""
+class Results:
+    """Applies one step's result; `events` collects the events for clients, `ended` the groups that finished."""
 
     def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
-        super().__init__(batch, running)
         self._batch, self._running = batch, running
         self._now = now
+        self.ended: list[SequenceGroup] = []
         self.events = EventLog()
         self.further: tuple[Array, Array] | None = None
         """Rows that got several tokens in this step, and their numbers of tokens beyond one that the sequences kept."""
@@ -202,7 +202,7 @@ class Results(scheduler.Results[Sequence, SequenceGroup]):
         is_milestone = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (
             known >= table.max_len[rows]
         )
-        return self.append_tokens(rows, ends, is_milestone)
+        return append_tokens(table, rows, ends, is_milestone)
 
     def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
         """The number of new tokens that each row keeps: up to the token that ends its sequence."""
@@ -305,7 +305,8 @@ class Results(scheduler.Results[Sequence, SequenceGroup]):
                 sequence.finish_reason = reason
                 self.events.sequence_end(sequence, reason)
                 ending.append(sequence)
-        self.end_sequences(ending)
+        if ending:
+            self.end_groups(end_sequences(self._batch, self._running, ending))
 
     def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
         """Collects one beam's candidates, and continues the search once all beams have theirs."""
@@ -382,10 +383,12 @@ class Results(scheduler.Results[Sequence, SequenceGroup]):
         self.events.request_failure(failure)
 
     def end_groups(self, groups: SequenceOf[SequenceGroup]) -> None:
+        """Completes groups whose sequences have all given back their rows and blocks."""
         for group in groups:
             group.timeline.last_token = self._now
             self.events.request_end(group)
-        super().end_groups(groups)
+        self._running.remove_all(groups)
+        self.ended += groups
 
 
 def _failure_of(key: RequestKey, row: int, result: StepResult) -> RequestFailure | None:

@@ -153,7 +153,7 @@ class StepDraft(batch.StepDraft):
         if self._chunks and max_drafts is not None:
             # The model runs once for a chunk.
             max_drafts = np.maximum(max_drafts - (self._max_passes - 1), 0)
-            max_drafts = np.concatenate((max_drafts, np.zeros(len(self._chunk_samples), dtype=np.int64)))
+            max_drafts = np.concatenate((max_drafts, np.zeros(len(self.chunk_samples), dtype=np.int64)))
         return StepPlan(
             **{name: getattr(plan, name) for name in _PAGED_FIELDS},
             reseed=tuple(self.seeds.items()),
@@ -343,9 +343,8 @@ class Batch(batch.Batch[Sequence]):
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
         self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
-        plan = self.draft.finish(step_id, self.blocks.host)
-        self.draft = StepDraft(self._token_budget)
-        self._count_planned(plan)
+        plan = super().commit(step_id)
+        assert isinstance(plan, StepPlan)
         if plan.max_drafts is not None:
             self.rows.grow(plan.samples[:, 0], plan.max_drafts)
         return plan

@@ -92,9 +92,9 @@ class Sequence(paging.Sequence):
 
     def end_reason(self) -> FinishReason | None:
         """The reason why the sequence ends with its newest token; None if it does not end."""
-        if not self.has_ended:
-            return None
-        return FinishReason.STOP if self.token_ids[-1] in self.stop_token_ids else FinishReason.LENGTH
+        if self.token_ids[-1] in self.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_len else None
 
 
 @dataclass(slots=True, eq=False)

@@ -56,7 +56,7 @@ class StepDraft:
         # Decoding rows and their computed tokens; after them chunks, as (row, new tokens, computed tokens).
         self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._chunks: list[tuple[int, int, int]] = []
-        self._chunk_samples: list[tuple[int, int]] = []
+        self.chunk_samples: list[tuple[int, int]] = []  # sampling row, row that it samples from
 
     @property
     def is_empty(self) -> bool:
@@ -85,11 +85,7 @@ class StepDraft:
         self._spend(num_new)
         self._chunks.append((row, num_new, num_computed))
         if samples:
-            self._chunk_samples.append((row, row))
-
-    def sample_from(self, parent: int, child: int) -> None:
-        """The child's row samples from the logits of the parent's."""
-        self._chunk_samples.append((child, parent))
+            self.chunk_samples.append((row, row))
 
     def _spend(self, num_tokens: int) -> None:
         self.budget -= num_tokens
@@ -105,7 +101,7 @@ class StepDraft:
             rows = np.concatenate((rows, chunks[:, 0]))
             num_new_tokens = np.concatenate((num_new_tokens, chunks[:, 1]))
             num_computed = np.concatenate((num_computed, chunks[:, 2]))
-            samples = np.concatenate((samples, _array(self._chunk_samples, 2)))
+            samples = np.concatenate((samples, _array(self.chunk_samples, 2)))
         return StepPlan(
             step_id=step_id,
             swap_out=_array(swap_out, 2),
@@ -187,21 +183,18 @@ class Batch(Generic[S]):
             sequence.status = SequenceStatus.FINISHED
 
     def blocks_for_decodes(self) -> int:
-        """Free blocks that the next token of every decoding row takes."""
-        return len(self.rows.without_slot(self.rows.decoding())) + self._num_copies()
+        """Free blocks that the next token of every decoding row takes: new ones, and the copies that all writers of a
+        shared block make but its last holder."""
+        num_new = len(self.rows.without_slot(self.rows.decoding()))
+        if not (sharing := self.rows.sharing_tail().tolist()):
+            return num_new
+        writers = Counter(self._tail(row)[1] for row in sharing)
+        return num_new + sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
 
     def _tail(self, row: int) -> tuple[int, BlockId]:
         """Logical index and block of the slot that the row's next token is written to."""
         index = int(self.rows.num_computed[row]) // self._block_size
         return index, self.sequence(row).block_table[index]
-
-    def _num_copies(self) -> int:
-        """Blocks that the decoding rows copy before they write: all writers of a shared block but its last holder."""
-        sharing = self.rows.sharing_tail().tolist()
-        if not sharing:
-            return 0
-        writers = Counter(self._tail(row)[1] for row in sharing)
-        return sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
 
     def add_decodes(self) -> None:
         """Adds every decoding row to the step, with a slot for its next token, whose block must be free."""
@@ -249,17 +242,14 @@ class Batch(Generic[S]):
 
     def _sample_from(self, row: int, child: S) -> None:
         assert child.row is not None
-        self.draft.sample_from(row, child.row)
+        self.draft.chunk_samples.append((child.row, row))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
         plan = self.draft.finish(step_id, self.blocks.host)
-        self.draft = StepDraft(self._token_budget)
-        self._count_planned(plan)
-        return plan
-
-    def _count_planned(self, plan: StepPlan) -> None:
+        self.draft = type(self.draft)(self._token_budget)
         sampling = plan.samples[:, 0]
         self.rows.num_computed[plan.rows] += plan.num_new_tokens
         self.rows.prefills[sampling] = False
         self.rows.num_tokens[sampling] += ~self.rows.dependent[sampling]
+        return plan

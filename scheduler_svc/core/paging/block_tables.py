@@ -5,41 +5,28 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Generic, Protocol
+from typing import Generic, NamedTuple
 
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
 from scheduler_svc.core.paging.sequence import S
 
 
-class LayerGroup(Protocol):
-    """Layers of one kind, and their needs of a sequence's block table."""
-
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks of a table for this many tokens."""
-        ...
-
-    def may_free(self, num_computed_tokens: int) -> int:
-        """Blocks at the start of a table that no token after the first `num_computed_tokens` reads."""
-        ...
-
-    def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
-        """Blocks at the start of a sequence that need no computation, given the cached block of each logical index."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class FullAttention:
-    """Layers in which each token reads all tokens before it."""
+class LayerGroup:
+    """The needs of layers in which each token reads all tokens before it. Other kinds of layers override them."""
 
     block_size: int
 
     def blocks_needed(self, num_tokens: int) -> int:
+        """Blocks of a table for this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def may_free(self, num_computed_tokens: int) -> int:
+        """Blocks at the start of a table that no token after the first `num_computed_tokens` reads."""
         return 0
 
     def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
+        """Blocks at the start of a sequence that need no computation, given the cached block of each logical index."""
         return cached.index(None) if None in cached else len(cached)
 
 
@@ -62,15 +49,9 @@ class HostBlocks:
         """The host blocks that the next step copies back, each with a reference for that."""
         return list(self._in.values())
 
-    def copy_out(self, block: BlockId) -> BlockId:
-        """Copies a block of the pool. Returns the host block, with a reference."""
-        (host,) = self._allocate()
-        # The host block may have a planned copy and have been freed since, before any plan: this content replaces it.
+    def copy_out(self, block: BlockId, host: BlockId) -> None:
+        """Copies a block of the pool to a host block, instead of the copy that the next step would make to it."""
         self._out[host] = block
-        return host
-
-    def _allocate(self) -> list[BlockId]:
-        return self.pool.allocate(1)
 
     def load(self, host: BlockId, block: BlockId) -> None:
         """Copies a block to the pool. The caller may free the host block from now on."""
@@ -98,7 +79,7 @@ class BlockTables(Generic[S]):
         self.pool = pool
         self.host = host
         self.block_size = block_size
-        self.layers: LayerGroup = FullAttention(block_size)
+        self.layers = LayerGroup(block_size)
         self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -127,8 +108,10 @@ class BlockTables(Generic[S]):
         return self.pool.allocate(count)
 
     def save(self, block: BlockId) -> BlockId:
-        """`HostBlocks.copy_out`, unless the host has its content."""
-        return self.host.copy_out(block)
+        """Copies a block to the host. Returns the host block, with a reference."""
+        (host,) = self.host.pool.allocate(1)
+        self.host.copy_out(block, host)
+        return host
 
     def blocks_to_allocate(self, sequences: SequenceOf[S]) -> int:
         """Free blocks that `allocate_slots` takes."""
@@ -180,13 +163,13 @@ class BlockTables(Generic[S]):
         self.free(*sequences)
 
 
-@dataclass(frozen=True, slots=True)
-class _Return:
+class _Return(NamedTuple):
     """The table of one sequence after its swap in: cached blocks, copies of host blocks, new blocks."""
 
     hits: list[BlockId]
     from_host: list[BlockId]
     num_new: int
+    num_computed: int  # tokens
 
 
 class SwapSpace(Generic[S]):
@@ -217,7 +200,7 @@ class SwapSpace(Generic[S]):
         returns = [self._return(sequence) for sequence in sequences]
         free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
         taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
-        return free_hits + taken + self._num_copies(returns, sequences)
+        return free_hits + taken + self._num_copies(returns)
 
     def swap_in(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
         """Gives the sequences GPU blocks for all their tokens. Returns how many tokens of each are computed, and how
@@ -235,25 +218,21 @@ class SwapSpace(Generic[S]):
             self.free(sequence)
             back = [gpu_of[block] for block in each.from_host]
             sequence.block_table = [*each.hits, *back, *self._blocks.take(each.num_new)]
-        pairs = zip(returns, sequences, strict=True)
-        return [(self._num_computed(each, sequence), len(each.hits)) for each, sequence in pairs]
+        return [(each.num_computed, len(each.hits)) for each in returns]
 
     def free(self, sequence: S) -> None:
         """Frees the host blocks of a sequence."""
         self._blocks.host.pool.free(sequence.block_table)
         sequence.block_table = []
 
-    def _num_copies(self, returns: SequenceOf[_Return], sequences: SequenceOf[S]) -> int:
+    def _num_copies(self, returns: SequenceOf[_Return]) -> int:
         """Copies that the writers of shared blocks make: the last holder of each writes in place."""
-        holders = Counter(block for each in returns for block in each.from_host)
-        writers: Counter[BlockId] = Counter()
-        for each, sequence in zip(returns, sequences, strict=True):
-            tail = self._num_computed(each, sequence) // self._blocks.block_size - len(each.hits)
+        holders, writers = Counter[BlockId](), Counter[BlockId]()
+        for each in returns:
+            holders.update(each.from_host)
+            tail = each.num_computed // self._blocks.block_size - len(each.hits)
             writers.update(each.from_host[tail : tail + 1])
         return sum(min(count, holders[block] - 1) for block, count in writers.items())
-
-    def _num_computed(self, each: _Return, sequence: S) -> int:
-        return max(sequence.num_swapped_tokens, len(each.hits) * self._blocks.block_size)
 
     def _kept(self, sequence: S) -> list[BlockId]:
         return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
@@ -261,7 +240,9 @@ class SwapSpace(Generic[S]):
     def _return(self, sequence: S) -> _Return:
         hits = self._blocks.cached(sequence)
         from_host = sequence.block_table[len(hits) :]
-        return _Return(hits, from_host, self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host))
+        num_new = self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host)
+        num_computed = max(sequence.num_swapped_tokens, len(hits) * self._blocks.block_size)
+        return _Return(hits, from_host, num_new, num_computed)
 
 
 def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:

@@ -27,14 +27,9 @@ class Placement(Generic[S, G]):
     def __init__(self, batch: Batch[S], swap_space: SwapSpace[S], queues: Queues[G], swaps_from: int) -> None:
         """`queues` has the waiting, the swapped and the running groups. Groups of at least `swaps_from` unfinished
         sequences are preempted by swap, which keeps what these share; others are computed again, which costs little."""
-        self._batch, self._swap_space, self._swaps_from = batch, swap_space, swaps_from
+        self.swap_space = swap_space
+        self._batch, self._swaps_from = batch, swaps_from
         self._waiting, self._swapped, self._running = queues
-
-    def blocks_needed(self, group: G) -> int:
-        """Free blocks that a waiting or swapped group takes as it enters."""
-        is_swapped = group.key in self._swapped
-        count = self._swap_space.blocks_needed if is_swapped else self._batch.blocks.blocks_to_allocate
-        return count(group.computing)
 
     def start(self, group: G, now: float) -> list[int]:
         """Gives a waiting group blocks and rows, and adds its first chunks to the step. There must be room for it.
@@ -62,7 +57,7 @@ class Placement(Generic[S, G]):
         """Gives a swapped group GPU blocks and rows. There must be room for it."""
         self._running.add(self._swapped.remove(group.key))
         batch, computing = self._batch, group.computing
-        swapped_in = self._swap_space.swap_in(computing)
+        swapped_in = self.swap_space.swap_in(computing)
         for sequence, (num_computed, num_cached_blocks) in zip(computing, swapped_in, strict=True):
             row = self._enter(sequence, group, num_computed, num_cached_blocks)
             batch.rows.shares_tail[row] = len(computing) > 1
@@ -102,12 +97,12 @@ class Placement(Generic[S, G]):
             sequence.num_output_tokens and sequence.num_swapped_tokens == sequence.num_tokens - 1
             for sequence in computing
         )
-        if not may_move or computing[0].num_swapped_tokens <= 0 or not self._swap_space.can_swap_out(computing):
+        if not may_move or computing[0].num_swapped_tokens <= 0 or not self.swap_space.can_swap_out(computing):
             return False
         self._running.remove(group.key)
         batch.release_rows(group.unfinished)
         batch.blocks.free(*(sequence for sequence in group.unfinished if sequence not in computing))
-        self._swap_space.swap_out(computing)
+        self.swap_space.swap_out(computing)
         group.restart()
         for sequence in computing:
             sequence.status = SequenceStatus.SWAPPED
@@ -131,21 +126,20 @@ class StepInFlight:
 
 
 class PagedState(Protocol[S, G]):
-    """The queues and the batch of a planner. All may be exchanged when a worker is lost."""
+    """The batch of a planner, which is exchanged when a worker is lost."""
 
     @property
     def batch(self) -> Batch[S]: ...
     @property
     def placement(self) -> Placement[S, G]: ...
-    @property
-    def queues(self) -> Queues[G]: ...
 
 
 class Planner(Generic[S, G]):
     """Decides which groups enter and leave the batch: first come, first served; the newest is preempted first."""
 
-    def __init__(self, state: PagedState[S, G]) -> None:
+    def __init__(self, state: PagedState[S, G], queues: Queues[G]) -> None:
         self._state = state
+        self._waiting, self._swapped, self._running = queues
         self._front: G | None = None
 
     def peek(self) -> G | None:
@@ -158,9 +152,8 @@ class Planner(Generic[S, G]):
         self._front = self._find_next()
 
     def _find_next(self) -> G | None:
-        waiting, swapped, _ = self._state.queues
         # While anything is swapped, nothing new is admitted.
-        queue = swapped if swapped.has_next else waiting
+        queue = self._swapped if self._swapped.has_next else self._waiting
         return queue.first() if queue.has_next else None
 
     def _plan(self, now: float) -> bool:
@@ -192,9 +185,8 @@ class Planner(Generic[S, G]):
 
     def _victims(self) -> Iterator[G]:
         """The groups to preempt. Each must leave the queue before the next is requested."""
-        _, _, running = self._state.queues
-        while len(running):
-            yield running.last()
+        while self._running.has_next:
+            yield self._running.last()
 
     def _give_way(self) -> bool:
         """Frees blocks that no running group holds, before a group is preempted. Returns whether there were any."""
@@ -206,60 +198,50 @@ class Planner(Generic[S, G]):
 
     def _swap_in(self, now: float) -> None:
         """Brings swapped groups back until a waiting one is next. They compute with the decodes of this step."""
-        _, swapped, _ = self._state.queues
-        while (group := self.peek()) is not None and group.key in swapped and self._make_way(group):
+        while (group := self.peek()) is not None and group.key in self._swapped and self._make_way(group):
             self._state.placement.swap_in(group, now)
             self.advance_queue()
 
     def _make_way(self, group: G) -> bool:
         """Whether there is room for a group that is next, now that blocks which may give way are free."""
-        _, swapped, running = self._state.queues
-        batch, is_swapped = self._state.batch, group.key in swapped
-        needed = self._state.placement.blocks_needed(group) + (batch.blocks_for_decodes() if is_swapped else 0)
+        batch = self._state.batch
+        if group.key in self._swapped:
+            needed = self._state.placement.swap_space.blocks_needed(group.computing) + batch.blocks_for_decodes()
+        else:
+            needed = batch.blocks.blocks_to_allocate(group.computing)
         has_rows = len(group.unfinished) <= batch.rows.num_free
-        return has_rows and batch.blocks.has_room(needed, reserve=0, alone=not len(running))
+        return has_rows and batch.blocks.has_room(needed, reserve=0, alone=not self._running.has_next)
 
     def _add_decodes(self) -> None:
         self._state.batch.add_decodes()
 
     def _add_prefills(self) -> None:
-        batch, (_, _, running) = self._state.batch, self._state.queues
+        batch = self._state.batch
         for row in batch.rows.prefilling().tolist():
             if batch.draft.budget:
-                batch.add_chunk(row, running.get(batch.sequence(row).key))
+                batch.add_chunk(row, self._running.get(batch.sequence(row).key))
 
 
-class Results(Generic[S, G]):
-    """Applies one step's result. `ended` collects the groups that finished."""
+def append_tokens(table: RowTable[S], rows: Array, token_ids: Array, is_due: Array) -> list[S]:
+    """Appends one token to the sequence of each row. Returns the sequences that `is_due` names (bool[n]) or that got a
+    stop token."""
+    due: list[S] = []
+    for sequence, token_id, each_is_due in zip(
+        table.sequences_in(rows), token_ids.tolist(), is_due.tolist(), strict=True
+    ):
+        assert sequence is not None
+        sequence.token_ids.append(token_id)
+        if each_is_due or token_id in sequence.stop_token_ids:
+            due.append(sequence)
+    return due
 
-    def __init__(self, batch: Batch[S], running: GroupQueue[G]) -> None:
-        self._batch = batch
-        self._running = running
-        self.ended: list[G] = []
 
-    def append_tokens(self, rows: Array, token_ids: Array, is_due: Array) -> list[S]:
-        """Appends one token to the sequence of each row. Returns the sequences that `is_due` names (bool[n]) or that
-        got a stop token."""
-        due: list[S] = []
-        sequences = self._batch.rows.sequences_in(rows)
-        for sequence, token_id, each_is_due in zip(sequences, token_ids.tolist(), is_due.tolist(), strict=True):
-            assert sequence is not None
-            sequence.token_ids.append(token_id)
-            if each_is_due or token_id in sequence.stop_token_ids:
-                due.append(sequence)
-        return due
-
-    def end_sequences(self, ending: SequenceOf[S]) -> None:
-        """Ends sequences of running groups, all together, since all rows may end in one step."""
-        if ending:
-            groups = {each.key: self._running.get(each.key) for each in ending}
-            self._batch.end(ending)
-            self.end_groups([each for each in groups.values() if len(each.sequences) == 1 or each.finished])
-
-    def end_groups(self, groups: SequenceOf[G]) -> None:
-        """Completes groups whose sequences have all given back their rows and blocks."""
-        self._running.remove_all(groups)
-        self.ended += groups
+def end_sequences(batch: Batch[S], running: GroupQueue[G], ending: SequenceOf[S]) -> list[G]:
+    """Ends sequences of running groups, all together, since all rows may end in one step. Returns the groups whose
+    sequences have all ended."""
+    groups = {each.key: running.get(each.key) for each in ending}
+    batch.end(ending)
+    return [each for each in groups.values() if len(each.sequences) == 1 or each.finished]
 
 
 Group = SequenceGroup[Sequence]
@@ -273,12 +255,12 @@ class Scheduler(Planner[Sequence, Group]):
 
     def __init__(self, blocks: BlockTables[Sequence], max_num_seqs: int, token_budget: int, swaps_from: int) -> None:
         self.batch = Batch(blocks, RowTable[Sequence](max_num_seqs), StepDraft(token_budget))
-        self.queues = GroupQueue[Group](), GroupQueue[Group](), GroupQueue[Group]()
-        self.waiting, _, self.running = self.queues
-        self.placement = Placement(self.batch, SwapSpace(blocks), self.queues, swaps_from)
+        queues = GroupQueue[Group](), GroupQueue[Group](), GroupQueue[Group]()
+        self.waiting = queues[0]
+        self.placement = Placement(self.batch, SwapSpace(blocks), queues, swaps_from)
         self.in_flight = deque[StepInFlight]()
         self._num_steps = 0
-        super().__init__(self)
+        super().__init__(self, queues)
 
     def schedule(self, now: float = 0.0) -> StepPlan | None:
         """Plans the next step; None if there is nothing to compute until a result or a request comes."""
@@ -310,7 +292,8 @@ class Scheduler(Planner[Sequence, Group]):
         drawn = (table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]
         rows = step.rows[drawn]
         table.num_known[rows] += 1
-        results = Results(self.batch, self.running)
-        due = results.append_tokens(rows, token_ids[drawn], table.num_known[rows] >= table.max_len[rows])
-        results.end_sequences(due)
-        return results.ended
+        due = append_tokens(table, rows, token_ids[drawn], table.num_known[rows] >= table.max_len[rows])
+        ended = end_sequences(self.batch, self._running, due)
+        for group in ended:
+            self._running.remove(group.key)
+        return ended

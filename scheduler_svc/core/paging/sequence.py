@@ -2,8 +2,7 @@
 
 import enum
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -48,11 +47,6 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the newest token is the last."""
-        return self.token_ids[-1] in self.stop_token_ids or self.num_tokens >= self.max_len
 
 
 S = TypeVar("S", bound=Sequence)
@@ -107,9 +101,6 @@ class GroupQueue(Generic[G]):
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[G]:
-        return (self._by_order[order] for order in self._orders)
-
     def __contains__(self, key: Hashable) -> bool:
         return key in self._by_key
 
@@ -132,24 +123,11 @@ class GroupQueue(Generic[G]):
 
     def add(self, group: G) -> None:
         """Adds a group that is not here."""
-        self._put_in_order(group)
+        insort(self._orders, group.order)
         self._by_order[group.order] = self._by_key[group.key] = group
 
     def remove(self, key: Hashable) -> G:
         """Removes a group and returns it. Raises KeyError if it is not here."""
-        group = self._by_key[key]
-        self.remove_all([group])
+        group = self._by_key.pop(key)
+        del self._by_order[group.order], self._orders[bisect_left(self._orders, group.order)]
         return group
-
-    def remove_all(self, groups: SequenceOf[G]) -> None:
-        """Removes groups. All must be here."""
-        self._take_out_of_order(groups)
-        for group in groups:
-            del self._by_key[group.key], self._by_order[group.order]
-
-    def _put_in_order(self, group: G) -> None:
-        insort(self._orders, group.order)
-
-    def _take_out_of_order(self, groups: SequenceOf[G]) -> None:
-        for group in groups:
-            del self._orders[bisect_left(self._orders, group.order)]
