@@ -118,7 +118,8 @@ class StepDraft(batch.StepDraft):
         self.aside: list[tuple[int, int]] = []
         """Rows whose chunk is planned last, and the share of the budget that is kept for each until then."""
         self.sealed: list[tuple[BlockId, BlockHash]] = []
-        self.seeds: dict[int, int] = {}
+        self.seeds: list[tuple[int, int]] = []
+        """Rows that begin to draw with a seed of their own in this step, and the seeds."""
         self._max_drafts: Array | None = None
         self._max_passes = 1
 
@@ -126,12 +127,6 @@ class StepDraft(batch.StepDraft):
     def has_chunks(self) -> bool:
         """Whether rows compute more than their newest token."""
         return bool(self._chunks)
-
-    def release(self, rows: SequenceOf[int]) -> None:
-        super().release(rows)
-        if self.seeds:
-            for row in rows:
-                self.seeds.pop(row, None)
 
     def set_aside(self, row: int, num_tokens: int) -> None:
         """Keeps a share of the budget for a row whose chunk is planned last."""
@@ -156,7 +151,7 @@ class StepDraft(batch.StepDraft):
             max_drafts = np.concatenate((max_drafts, np.zeros(len(self.chunk_samples), dtype=np.int64)))
         return StepPlan(
             **{name: getattr(plan, name) for name in _PAGED_FIELDS},
-            reseed=tuple(self.seeds.items()),
+            reseed=tuple(self.seeds),
             sealed=tuple(self.sealed),
             max_drafts=max_drafts,
             max_passes=1 if self._chunks else self._max_passes,
@@ -218,11 +213,11 @@ class Batch(batch.Batch[Sequence]):
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
         )
 
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        super().fork(parent, child)
-        assert child.row is not None
-        self.underway.stop(child.row)
-        self.drafts.enter(child.row)
+    def fork(self, parent: Sequence, child: Sequence) -> int:
+        row = super().fork(parent, child)
+        self.underway.stop(row)
+        self.drafts.enter(row)
+        return row
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
         for sequence in sequences:
@@ -329,11 +324,6 @@ class Batch(batch.Batch[Sequence]):
                 return growth, further + 1
         return None, 1
 
-    def _sample_from(self, row: int, child: Sequence) -> None:
-        super()._sample_from(row, child)
-        assert child.row is not None
-        self.draft.seeds[child.row] = child.request.sampling_of(child.index).seed
-
     @property
     def has_seals(self) -> bool:
         """Whether there are sealed blocks that no step has reported yet."""
@@ -343,6 +333,10 @@ class Batch(batch.Batch[Sequence]):
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
         self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
+        for row, parent in self.draft.chunk_samples:
+            if row != parent:
+                child = self.sequence(row)
+                self.draft.seeds.append((row, child.request.sampling_of(child.index).seed))
         plan = super().commit(step_id)
         assert isinstance(plan, StepPlan)
         if plan.max_drafts is not None:

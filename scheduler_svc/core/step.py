@@ -10,7 +10,7 @@ import numpy as np
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.paging import batch, scheduler
+from scheduler_svc.core.paging import batch
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
@@ -93,12 +93,15 @@ class StepWork:
 
 
 @dataclass(frozen=True, slots=True)
-class StepInFlight(scheduler.StepInFlight):
-    """A planned step whose result is still to come: the number of tokens beyond one that each sampling row may grow by
-    (None for none); the rows that compute a chunk and sample nothing, their incarnations, and their numbers of computed
-    tokens after the step; the time of planning, in seconds; whether any row computes a chunk; and the blocks that it
-    copies from the host."""
+class StepInFlight:
+    """A planned step whose result is still to come: its sampling rows and their incarnations; the number of
+    tokens beyond one that each of them may grow by (None for none); the rows that compute a chunk and sample nothing,
+    their incarnations, and their numbers of computed tokens after the step; the time of planning, in seconds; whether
+    any row computes a chunk; and the blocks that it copies from the host."""
 
+    step_id: int
+    rows: Array
+    incarnations: Array
     max_drafts: Array | None
     chunk_rows: Array
     chunk_incarnations: Array

@@ -90,7 +90,7 @@ class RequestSpans:
     def sequence_aborted(self, key: RequestKey) -> None:
         """A sequence of the request was ended from outside, and the request with its last one."""
         entry = self._live.get(key)
-        if entry is not None and entry[1].finished:
+        if entry is not None and not entry[1].unfinished:
             self._end(key, "aborted")
 
     def close(self) -> None:

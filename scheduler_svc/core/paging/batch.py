@@ -152,14 +152,16 @@ class Batch(Generic[S]):
     def _assignment(self, row: int, sequence: S) -> RowAssignment:
         return RowAssignment(row, tuple(sequence.token_ids), tuple(sequence.block_table))
 
-    def fork(self, parent: S, child: S) -> None:
-        """The child, which has a row and no blocks, shares all blocks of the parent and continues its tokens."""
+    def fork(self, parent: S, child: S) -> int:
+        """The child, which has a row and no blocks, shares all blocks of the parent and continues its tokens. Returns
+        the child's row."""
         assert parent.row is not None
         assert child.row is not None
         self.blocks.fork(parent, child)
         self.rows.fork(parent.row, child.row, self._block_size)
         self.draft.parents[child.row] = parent.row
         child.status = SequenceStatus.RUNNING
+        return child.row
 
     def append_chosen(self, sequence: S, token_id: int) -> None:
         """Gives a dependent row the token that was chosen for it."""
@@ -237,12 +239,7 @@ class Batch(Generic[S]):
             return
         for child in group.unfinished:
             if child is not parent and child.status is SequenceStatus.WAITING:
-                self.fork(parent, child)
-                self._sample_from(row, child)
-
-    def _sample_from(self, row: int, child: S) -> None:
-        assert child.row is not None
-        self.draft.chunk_samples.append((child.row, row))
+                self.draft.chunk_samples.append((self.fork(parent, child), row))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""

@@ -8,7 +8,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Generic, Protocol
 
 from scheduler_svc.core.paging.batch import Batch, StepDraft, StepPlan
@@ -114,15 +113,6 @@ class Placement(Generic[S, G]):
         for sequence in group.unfinished:
             if sequence.row is None:
                 self._batch.rows.occupy(sequence, group.order)
-
-
-@dataclass(frozen=True, slots=True)
-class StepInFlight:
-    """A planned step whose result is still to come: its sampling rows, and the incarnations of these rows."""
-
-    step_id: int
-    rows: Array
-    incarnations: Array
 
 
 class PagedState(Protocol[S, G]):
@@ -241,7 +231,7 @@ def end_sequences(batch: Batch[S], running: GroupQueue[G], ending: SequenceOf[S]
     sequences have all ended."""
     groups = {each.key: running.get(each.key) for each in ending}
     batch.end(ending)
-    return [each for each in groups.values() if len(each.sequences) == 1 or each.finished]
+    return [each for each in groups.values() if len(each.sequences) == 1 or not each.unfinished]
 
 
 Group = SequenceGroup[Sequence]
@@ -258,7 +248,7 @@ class Scheduler(Planner[Sequence, Group]):
         queues = GroupQueue[Group](), GroupQueue[Group](), GroupQueue[Group]()
         self.waiting = queues[0]
         self.placement = Placement(self.batch, SwapSpace(blocks), queues, swaps_from)
-        self.in_flight = deque[StepInFlight]()
+        self.in_flight = deque[tuple[StepPlan, Array]]()  # with the incarnations of the rows that sample
         self._num_steps = 0
         super().__init__(self, queues)
 
@@ -271,8 +261,7 @@ class Scheduler(Planner[Sequence, Group]):
             return None
         self._num_steps += 1
         plan = self.batch.commit(self._num_steps)
-        rows = plan.samples[:, 0]
-        self.in_flight.append(StepInFlight(plan.step_id, rows, self.batch.rows.incarnation[rows]))
+        self.in_flight.append((plan, self.batch.rows.incarnation[plan.samples[:, 0]]))
         return plan
 
     def _admit(self, now: float) -> None:
@@ -285,12 +274,12 @@ class Scheduler(Planner[Sequence, Group]):
     def apply(self, step_id: int, token_ids: Array) -> list[Group]:
         """Applies the oldest step's result: int64[samples], in the order of `StepPlan.samples`. Tokens of `dependent`
         rows mean nothing. Returns the groups that ended."""
-        step = self.in_flight.popleft()
-        assert step.step_id == step_id, "results come in the order of the steps"
-        table = self.batch.rows
+        plan, incarnations = self.in_flight.popleft()
+        assert plan.step_id == step_id, "results come in the order of the steps"
+        table, rows = self.batch.rows, plan.samples[:, 0]
         # A row that was released since has another sequence, or none.
-        drawn = (table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]
-        rows = step.rows[drawn]
+        drawn = (table.incarnation[rows] == incarnations) & ~table.dependent[rows]
+        rows = rows[drawn]
         table.num_known[rows] += 1
         due = append_tokens(table, rows, token_ids[drawn], table.num_known[rows] >= table.max_len[rows])
         ended = end_sequences(self.batch, self._running, due)

@@ -77,10 +77,6 @@ class SequenceGroup(Generic[S]):
         without_output = [sequence for sequence in unfinished if not sequence.num_output_tokens]
         return [*without_output[:1], *(sequence for sequence in unfinished if sequence.num_output_tokens)]
 
-    @property
-    def finished(self) -> bool:
-        return not self.unfinished
-
     def restart(self) -> None:
         """The group left the batch, and its sequences wait."""
         for sequence in self.unfinished:
