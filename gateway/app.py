@@ -51,8 +51,8 @@ from quire.tracing import Tracer, open_tracer
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
 _RETURN_MEMORY_EVERY_S = 2.0
-# The time in which HTTP clients learn from the headers of an answer to open a new connection, and the time without gRPC
-# calls after which all gRPC clients have opened new connections or are idle.
+# While the ports are handed over: the time in which headers of answers tell HTTP clients to open a new connection, and
+# the time without gRPC calls after which all gRPC clients have opened new connections or are idle.
 _HAND_OVER_S = 1.0
 # Maximum age of gRPC connections to shared ports, so that busy clients leave a gateway that hands its ports over.
 _SHARED_CONNECTION_AGE_S = 10.0
@@ -144,7 +144,7 @@ class Gateway:
         for open_front in open_fronts:
             context.opened.append(open_front(context))
         app = make_http_app(context)
-        # Without key files all callers are one tenant.
+        # The maximum of one tenant. Without key files all callers are one tenant, which needs no maximum of its own.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
         http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
@@ -182,8 +182,8 @@ class Gateway:
         raise RuntimeError(f"{', '.join(task.get_name() for task in done)} ended")
 
     async def stop(self, drain_timeout_s: float) -> None:
-        """Rejects new requests, or hands its ports over; waits up to `drain_timeout_s` for live requests to finish,
-        aborts the remaining ones and closes everything."""
+        """Rejects new requests, or leaves its ports to gateways that share them; waits up to `drain_timeout_s` for live
+        requests to finish, aborts the remaining ones and closes everything."""
         self._is_stopping = True
         self._generator.is_draining = True
         failpoint("gateway.drain.begun")

@@ -1,8 +1,9 @@
-"""A table of work, in which a lease says which gateway runs a row.
+"""A table of work that outlives a gateway: a lease says which gateway runs a row.
 
-A gateway renews the leases of the rows that it runs. If the gateway is lost, its leases expire, and another gateway
-that shares the file takes the rows and continues their work. Each write of a run checks the owner, and is rejected if
-the row has another owner or has ended. So a lost gateway that writes late changes nothing.
+A row is one piece of work, such as a batch. A gateway renews the leases of the rows that it runs. If the gateway is
+lost, its leases expire, and another gateway that shares the file takes the rows and continues their work. Each write of
+a run checks the owner, and is rejected if the row has another owner or has ended. So a lost gateway that writes late
+changes nothing.
 """
 
 from abc import abstractmethod
@@ -58,8 +59,8 @@ class LeasedTable(Store, Generic[Row]):
         return [row_id for _, row_id in due if row_id not in running][:most]
 
     def take(self, most: int, running: Collection[str] = ()) -> list[Row]:
-        """Takes the active rows that `choose` chooses from the rows without a lease. Rows that are `running` here are
-        not taken, even if a lease expired because of a slow disk or thread."""
+        """Takes the active rows that `choose` chooses from the rows without a lease. Rows in `running`, which this
+        gateway runs already, are not taken: a slow disk or thread may have let their lease expire."""
         now = clock.unix_s()
         due = f"SELECT tenant, id FROM {self.table} WHERE status IN {self.active} AND leased_until < ?"
         if not self.rows(f"{due} LIMIT 1", now):
@@ -94,7 +95,8 @@ class LeasedTable(Store, Generic[Row]):
 
     @contextmanager
     def writing(self, row_id: str) -> Iterator[str]:
-        """A write transaction of a run; gets the row's status. Raises NotOwnerError if the run must not write."""
+        """A transaction in which this gateway writes to a row that it runs. Yields the row's status. Raises
+        NotOwnerError if this gateway does not run the row any more."""
         with self.changing():
             status = self._own_status(row_id)
             if status is None:

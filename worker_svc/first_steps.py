@@ -46,17 +46,21 @@ _CUT_LENGTH = 2049
 
 
 _MEASURED_S, _MEASURED_LARGE_S, _MAX_MEASURED = 0.1, 0.02, 40
+"""Seconds of measuring passes again, up to `_ROWS_MEASURED` rows and above that, and the maximum repetitions."""
 
 
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
-"""Passes are measured up to `_ROWS_MEASURED` rows, and beyond that while half the rows take at most `_LONG_PASS_US`,
-once each: the start waits for these measurements, and later passes correct small errors."""
+"""Passes are measured with 1, 2, 4 and so on up to `_ROWS_MEASURED` rows. The row count then doubles further, up to
+`_MAX_ROWS_MEASURED`, while the last pass took at most `_LONG_PASS_US`. A large pass is measured about once: the start
+waits for these measurements, and later passes correct small errors."""
 
 
 _CONTEXT_MEASURED = 512
+"""Tokens of context in the passes that measure the cost of context."""
 
 
 _MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 1024
+"""Bounds of the measured `WorkerLimits.fixed_tokens`."""
 
 
 _NO_PAIRS = np.zeros((0, 2), np.int32)
@@ -76,9 +80,9 @@ def _prefill_step(
     moves: CacheOperations = _NO_MOVES,
     sampling: RowSampling = _SAMPLING,
 ) -> AdmittedStep:
-    """A step that assigns sequences to the first rows, computes the last new tokens of each and samples from each.
+    """A step that assigns sequences to the first rows, computes the last `num_new` tokens of each and samples from it.
 
-    All their blocks are the same one: the results do not matter. A single new token is one of the output.
+    All their blocks are the same one: the results do not matter. A single new token counts as output, as in a decode.
     """
     rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
     assigned = tuple(
@@ -104,7 +108,8 @@ def _prefill_step(
 
 
 def _free_block(pool: KvPool) -> int:
-    """A block that the first steps may write to: no block that may be final already, if there is another."""
+    """A block that the first steps may write to: the padding block, since others may be sealed already; without one,
+    block 0."""
     return pool.padding_block or 0
 
 
@@ -138,7 +143,7 @@ def predict_passes(
     if not chooses_drafts:
         return limits
     costs, times = (PassCosts(), PassTimes(PassCosts())) if costs is None else (costs, times)
-    # A context is read in the time that its bytes take.
+    # Time to read context is in proportion to its bytes. `share` is the draft model's bytes per byte of the model's.
     share = pool.geometry.block_bytes / block_bytes(model, pool.geometry.block_size, pool.gpu[0].dtype) - 1
     model_costs = runner.measure_draft_model(share * costs.context_s)
     runner.choose_drafts(PayingDrafts(limits.max_num_rows, times, model_costs))
@@ -148,8 +153,8 @@ def predict_passes(
 def _measure_passes(
     runner: ModelRunner, limits: WorkerLimits, geometry: ModelGeometry, pool: KvPool, ranks: Ranks
 ) -> PassCosts | None:
-    """Measures the passes of decodes: the least of several times each, to exclude the load of other processes. All
-    ranks get the same result. None if a step has at most one row."""
+    """Measures passes of decodes. Each runs several times, and its shortest time counts, since other processes may slow
+    the others. All ranks get the same result. None if a step has at most one row."""
     block, block_size = _free_block(pool), pool.geometry.block_size
 
     def decodes(*lengths: int) -> AdmittedStep:
@@ -161,7 +166,7 @@ def _measure_passes(
     if len(counts) == 1:
         return None
     few, length = counts[min(2, len(counts) - 1)], min(_CONTEXT_MEASURED, geometry.max_model_len)
-    # The last step is one sequence with drafts: its rows have a token more each.
+    # The last step is like one sequence with drafts: each of its rows is one token longer than the row before.
     drafted = [max(length - behind, 1) for behind in reversed(range(few))]
     steps = [*(decodes(*[1] * count) for count in counts), decodes(*[length] * few), decodes(*drafted)]
     *micros, long, long_drafted = _least_micros(runner, steps, ranks, measured_s=_MEASURED_S, min_more=1)
@@ -185,8 +190,9 @@ def _measure_passes(
 def _least_micros(
     runner: ModelRunner, steps: Sequence[AdmittedStep], ranks: Ranks, *, measured_s: float, min_more: int
 ) -> tuple[int, ...]:
-    """The times of the model and the draws of each of these steps, which run in turn: once, and then for `measured_s`,
-    at least `min_more` times. They exclude the cost of assigned rows, which decodes do not have."""
+    """The shortest time of each of these steps, in microseconds. All run in turn: once, and then for `measured_s`, at
+    least `min_more` times. The time is that of the model and the draws, without the assignment of rows, which decodes
+    do not have."""
     seconds = [math.inf] * len(steps)
 
     def measure() -> None:
@@ -195,7 +201,7 @@ def _least_micros(
             seconds[index] = min(seconds[index], (timings.model_us + timings.sample_us) / 1e6)
 
     measure()
-    # All ranks take part in each step, so they run as many.
+    # All ranks take part in each step, so all run the same number of steps.
     (num_more,) = ranks.smallest(int(min(max(measured_s / max(sum(seconds), 1e-6), min_more), _MAX_MEASURED)))
     for _ in range(num_more):
         measure()
@@ -210,7 +216,7 @@ def _fixed_tokens(costs: PassCosts) -> int:
 
 
 def _every_move(pool: KvPool) -> CacheOperations:
-    """A block to the host and back if there are blocks, and another one onto it if there is one."""
+    """Copies a block to the host and back if there are host blocks, and another block onto it if the pool has two."""
     block, geometry = _free_block(pool), pool.geometry
     out = np.array([(block, 0)], np.int32)[: geometry.num_host_blocks]
     copy = np.array([(1 if block == 0 else 0, block)], np.int32)[: pool.gpu[0].shape[1] - 1]
@@ -226,7 +232,7 @@ def memory_for_pool(
     """
     device = model.device
     num_new = _worst_case(limits, geometry.max_model_len)
-    # Attention allocates the results of as many pieces for every row as the longest context has.
+    # Attention cuts the longest context into pieces, and allocates results of that number of pieces for every row.
     lengths = [geometry.max_model_len, *num_new[1:]]
     request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
     pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype)
@@ -242,7 +248,8 @@ def memory_for_pool(
 
 
 def _worst_case(limits: WorkerLimits, max_model_len: int) -> list[int]:
-    """The new tokens of as many rows as a step may have, divided evenly: a maximum of logits and of tokens."""
+    """The number of new tokens of each row of a maximal step: the maximum number of rows shares the budget evenly. So
+    both the logits and the tokens of the step are at their maximum."""
     num_rows = min(limits.max_num_rows, limits.max_num_batched_tokens)
     least, over = divmod(limits.max_num_batched_tokens, num_rows)
     return [min(least + (row < over), max_model_len) for row in range(num_rows)]

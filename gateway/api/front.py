@@ -1,7 +1,8 @@
-"""The interface of a front: one API of a gateway, in a package that is imported only if the flag --fronts names it.
+"""The interface of a front: one API of a gateway, in a package of its own.
 
-The package has a module `front` with the function `open_front`, which takes the `FrontContext` and returns the `Front`.
-Fronts never import each other. A front that uses another one finds it in `FrontContext.opened`.
+The package is imported only if the flag --fronts names it; gRPC is always served. It has a module `front` with the
+function `open_front`, which takes the `FrontContext` and returns the `Front`. Fronts never import each other. A front
+that uses another one finds it in `FrontContext.opened`.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
@@ -60,10 +61,10 @@ class Front:
         servicers: The servicers of gRPC services.
         handlers: Further handlers of gRPC methods, which are tried after all servicers.
         tasks: Functions that run until they are cancelled, by the names of their tasks. If one ends, the gateway fails.
-        stop_runs: Stops work that no caller waits for, when the gateway begins to drain.
+        stop_runs: Stops work that no caller waits for, such as batches, when the gateway begins to drain.
         close: Closes stores, after all calls and tasks have ended.
-        call_readers: Readers of the requests that batches may have, by the path of the endpoint.
-        dialect_of: The form of errors of a call; None if another front decides it.
+        call_readers: By the path of an endpoint, the reader of the calls that a batch may make to it.
+        dialect_of: The form in which a call gets its errors; None if the call belongs to another front.
         access: The authentication of browsers; None if the front only takes API keys in headers.
     """
 

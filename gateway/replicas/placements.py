@@ -96,7 +96,8 @@ class Placements:
             self._wait_for_worker(live)
 
     def hand_over(self, earlier: LiveRequest, live: LiveRequest) -> None:
-        """Continues a request with another entry, which has all tokens of the earlier one."""
+        """Replaces the entry of a request by `live`, which has all tokens of the earlier one: a newer call at this
+        gateway reads the request. It stays at its replica if it has one."""
         replica = self._replicas.get(earlier.replica)
         self.unassign(earlier)
         if live.is_over:
@@ -126,7 +127,8 @@ class Placements:
         replica.link.submit(live)
 
     def submit_to_taker(self, live: LiveRequest) -> None:
-        """Submits a released request to the replica that has reserved room for it, even if that has begun to drain."""
+        """Submits a request to the replica that has reserved room for it, even if that has begun to drain. The replica
+        that ran the request has released it."""
         self._cancel_timer(live)
         taker = self._offers.taker(live)
         if taker is not None and (taker in self._replicas.candidates(live) or taker.can_take_back(live)):
@@ -222,7 +224,8 @@ class Placements:
     # Requests whose scheduler is lost, or has no worker, or that have no scheduler.
 
     def on_disconnected(self, address: str) -> None:
-        """Ends requests that lack only the lost scheduler's report; other requests wait for the scheduler."""
+        """Ends requests of the lost scheduler that lacked only their usage; its other requests wait for its return.
+        Requests without a scheduler get their timer if this was the last one that accepted requests."""
         self.for_each(self._ledger.placed_on(address), self._outlive_scheduler)
         self.for_each(self._ledger.waiting(), self.wait_for_replica)
 
@@ -274,7 +277,7 @@ class Placements:
             self.place(live)
 
     def wait_for_replica(self, live: LiveRequest) -> None:
-        """Fails a request after some time, unless it is placed before."""
+        """If no replica accepts requests, fails a request after some time, unless it is placed before."""
         if not self._replicas.accepting():
             self._set_timer(live, self._connect_timeout_s, self._give_up)
 

@@ -4,6 +4,7 @@ This is bookkeeping only; workers move tensors before they run the step whose pl
 """
 
 import heapq
+import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
@@ -41,7 +42,7 @@ class BlockManager(BlockTables[Sequence]):
         self.host = host
         """Keeps blocks that the pool evicts."""
         self._retired: deque[Sequence] = deque()
-        self._num_versions = 0
+        self._versions = itertools.count(1)
         self.num_looked_up = 0
         """Blocks that were found here or on the host so far. Each may have cost a hash."""
         self.sealed_by_step: list[tuple[BlockId, BlockHash]] = []
@@ -247,7 +248,7 @@ class BlockManager(BlockTables[Sequence]):
         only few blocks beyond the cached ones. Earlier results are looked up again only if they changed."""
         start = sequence.cached_start
         if start is None or not self.pool.is_current(start):
-            start = sequence.cached_start = CachedStart(self.pool, self._next_version())
+            start = sequence.cached_start = CachedStart(self.pool, next(self._versions))
         first, max_blocks = len(start.blocks), min(max_blocks, self.num_shareable(sequence))
         count = _HASHES_AT_FIRST
         while (num_known := len(start.blocks)) < max_blocks:
@@ -255,15 +256,11 @@ class BlockManager(BlockTables[Sequence]):
             found = self.pool.hits(sequence.prefix_hashes.between(num_known, end, sequence.token_ids))
             if found:
                 self.num_looked_up += len(found)
-                self.pool.extend(start, found, self._next_version())
+                self.pool.extend(start, found, next(self._versions))
             if len(start.blocks) < end:
                 break
             count *= 4
         return start
-
-    def _next_version(self) -> int:
-        self._num_versions += 1
-        return self._num_versions
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""

@@ -20,14 +20,15 @@ _MAX_ADMISSIONS = 128
 prompts reach it."""
 
 _MAX_BLOCKS_LOOKED_UP = 4096
-"""Number of looked-up blocks after which a step looks at no further group: cached blocks of admitted groups, and blocks
-that held groups may share. Each may cost a hash."""
+"""A step looks at no further group after it has looked up this number of blocks: cached blocks of admitted groups, and
+blocks that waiting groups may share with running rows. Each lookup may cost a hash."""
 
 _COMPARED_PER_LOOKED_UP = 4
-"""Number of blocks whose tokens are compared in the time that one lookup takes."""
+"""To compare the tokens of this number of blocks takes as long as one lookup."""
 
 _MAX_DISPLACED = 128
-"""Maximum number of groups that one step displaces. The group that they make room for is admitted before all others."""
+"""Maximum number of groups that one step displaces: preempts to make room for the next group. That group is admitted
+before all others."""
 
 
 class Planner(scheduler.Planner[Sequence, SequenceGroup]):
@@ -41,7 +42,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
 
     def schedule(self, now: float) -> StepPlan | None:
         """Plans the next step. Returns None if there is nothing to compute until a result or a request comes. If
-        nothing is in flight, a step without rows reports the blocks that were sealed last.
+        nothing is in flight, the step may have no rows and only tell the workers which blocks were sealed last.
 
         Every row computes until it has caught up with its tokens: decodes first, one token each, then chunks of the
         tokens that rows entered with, up to the token budget. Groups enter in the order of the policy, swapped ones
@@ -67,14 +68,15 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             return self._commit(now)
         if state.in_flight:
             return None
-        # This delays no call, and no call may come for long.
+        # Frees all blocks of ended requests: no step waits for that now, and the next call may come late.
         while batch.blocks.reclaim():
             pass
         # A step that only seals: the next step with rows may come late, or never.
         return self._commit(now) if batch.has_seals else None
 
     def _maintain(self, now: float) -> None:
-        """Ends what is over, before a step is planned: blocks of ended requests, pins, leases, trials."""
+        """Cleans up before a step is planned: frees blocks of ended requests, ends expired pins and leases, releases
+        requests that were held because they never ran, and ends trials that were passed."""
         state = self._state
         blocks = state.batch.blocks
         blocks.reclaim()
@@ -93,7 +95,8 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         """Whether a step may be planned now, whatever it has to compute."""
         state = self._state
         if state.in_flight and (state.trials.are_on or state.preparations.suspect_is_next):
-            # One step at a time, so that a suspect that loses a step loses the same one again.
+            # One step at a time on trial: a worker that dies of a step of the suspect dies of the same step again. And
+            # a suspect constraint or adapter is prepared only while no step is in flight.
             return False
         return not state.preparations.has_suspect_underway
 
@@ -116,7 +119,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         return self._state.policy.victims(self._state.running)
 
     def _give_way(self) -> bool:
-        # A group that runs by itself fits without the pins, as was checked when it arrived.
+        # Pins end only for a group that runs by itself: it was accepted because it fits once no pin is left.
         state = self._state
         return state.batch.blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1)
 
@@ -132,8 +135,9 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         self._state.shares.add_prefills()
 
     def _admit(self, now: float) -> Stop | None:
-        """Admits waiting groups while rows, blocks and the token budget last, and until a swapped group is next, which
-        comes back before the next step. Returns what stopped it."""
+        """Admits waiting groups until rows, blocks or the token budget run out, or until a swapped group is next: that
+        one comes back when the next step is planned. Offers run at another replica, and get a promise of room instead.
+        Returns what stopped the admission; None if no group is left."""
         state = self._state
         to_grow: int | None = None
         for num_admitted in range(_MAX_ADMISSIONS):
@@ -161,7 +165,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
                 continue
             growth = state.room.growth_of(group)
             self._start(group, now)
-            # The blocks that one sequence needs are known; several sequences may share blocks.
+            # The growth of one sequence is known. Several sequences may share blocks: then all growth is counted again.
             to_grow = to_grow + growth if len(group.unfinished) == 1 else None
         return Stop(Obstacle.NEXT_STEP)
 
@@ -182,8 +186,8 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         return group is not None and self._state.room.fits(group, self._state.room.to_grow())
 
     def _find_next(self) -> SequenceGroup | None:
-        """Releases groups whose wait is over, holds groups that have to wait and begins to fetch their blocks, until
-        one is next that may enter the batch."""
+        """Returns the next group that may enter the batch; None if there is none. On the way it releases groups whose
+        wait is over, holds groups that have to wait, and begins to fetch their blocks."""
         state = self._state
         for key in state.batch.underway.take_released():
             state.waiting.release(key)
@@ -207,8 +211,8 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         return None
 
     def _hold(self, group: SequenceGroup) -> bool:
-        """Holds a waiting group if rows are computing enough of its next blocks. Returns whether it did. Groups behind
-        it pass meanwhile. It never waits for a group behind it."""
+        """Holds a waiting group if a row is computing enough of the blocks that it needs next, so that it can share
+        them. Returns whether it did. Groups behind it pass meanwhile. It never waits for a group behind it."""
         batch = self._state.batch
         if not batch.underway.has_any:
             return False
@@ -256,13 +260,14 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         self._state.num_preemptions += 1
 
     def _requeue_passed(self, now: float) -> None:
+        """Groups that passed their trial wait until all other suspects were tried."""
         state = self._state
         for group in state.trials.take_passed(state.running, state.queues.is_live):
             group.timeline.note(Milestone.RECOMPUTED, now)
             state.placement.requeue(group)
 
     def _begin_new(self, now: float) -> None:
-        """Releases requests that were held as new, if their time is over."""
+        """Releases requests that are held because they never ran, once the time of `Scheduler.hold_new` is over."""
         state = self._state
         if state.new_wait_until is not None and state.new_wait_until <= now:
             held = list(filter(state.is_held_as_new, state.waiting.held_few(len(state.waiting))))

@@ -1,8 +1,8 @@
 """Reservations: blocks and rows that are kept for other purposes than running and swapped requests.
 
 One table has all of them. Each has a kind, an owner, blocks with a reference, and perhaps a time at which it ends. If
-running requests lack blocks, reservations give way in one order (`Reservations.give_way`). A step's copies from the
-host are no reservations: they are planned and finished within one plan (see `host_memory`).
+running requests lack blocks, reservations give way in one order (`Reservations.give_way`). Host blocks that a step
+copies to the pool are no reservations: they are held only until that step is planned (see `host_memory`).
 """
 
 import enum
@@ -20,6 +20,7 @@ from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.request import RequestKey
 
 Owner = Lease | RequestKey | int
+"""A lease, the key of a request, or the number of a preparation."""
 
 
 class Kind(enum.Enum):
@@ -28,16 +29,16 @@ class Kind(enum.Enum):
     LEASE = enum.auto()
     """Sealed blocks that another replica may fetch, by their lease."""
     PROMISE = enum.auto()
-    """Blocks and rows for a request that runs at another replica, by the key of its offer."""
+    """Blocks and rows for a request that still runs at another replica and may move here, by the key of its offer."""
     COMING = enum.auto()
-    """Rows for a request that came for a promise, while it waits for its blocks."""
+    """Rows for a request that has moved here because of a promise, while it waits for its blocks."""
     PIN = enum.auto()
     """The blocks of a pinned prefix, by the key of the request that computes it."""
     FETCH = enum.auto()
     """Blocks that workers fill with fetched content, by the number of the preparation."""
     FETCH_START = enum.auto()
-    """Cached blocks of the request that waits for a fetch: without them it could not use the fetched blocks, or would
-    have them fetched next and lose the fetched ones meanwhile."""
+    """The cached blocks that come before the fetched ones in the same request. If they were evicted, the request could
+    not use the fetched blocks; or it would fetch the evicted ones next, and the fetched ones be evicted meanwhile."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +83,7 @@ class Reservations:
         return sum(map(len, self.tables(kind)))
 
     def add(self, kind: Kind, owner: Owner, blocks: list[BlockId], expires_at: float = math.inf) -> None:
-        """Keeps blocks, and takes over the caller's references and the list."""
+        """Keeps blocks. The caller's references and its list belong to the reservation from now on."""
         assert owner not in self._by_kind[kind], f"{owner} has a {kind.name} already"
         self._by_kind[kind][owner] = Reservation(kind, owner, blocks, expires_at)
         self.holders[kind].update(blocks)
@@ -120,8 +121,8 @@ class Reservations:
 
     def give_way(self, *, may_end_pins: bool) -> Reservation | None:
         """Ends the least important reservation, and returns it: the oldest lease; or the newest promise, whose request
-        would come last; or the pin with the earliest end. None if there is none. Fetches never give way: workers write
-        to their blocks."""
+        would come last; or, if pins may end, the pin with the earliest end. Returns None if there is none. Fetches
+        never give way: workers write to their blocks."""
         leases, promises = self._by_kind[Kind.LEASE], self._by_kind[Kind.PROMISE]
         first = next(itertools.chain(leases.values(), reversed(promises.values())), None)
         if first is None and may_end_pins and (pin := self._pin_ends.first()) is not None:
@@ -142,7 +143,7 @@ K = TypeVar("K")
 
 
 class Earliest(Generic[K]):
-    """Keys with a place each, the lowest place first. An operation costs O(log n)."""
+    """A priority queue of keys: each has a place, and the lowest place comes first. An operation costs O(log n)."""
 
     def __init__(self) -> None:
         self._places: dict[K, float] = {}

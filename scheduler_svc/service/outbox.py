@@ -42,8 +42,9 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class CacheUpdate:
-    """Changes of the prefix cache and of the blocks below it, in the order in which a gateway applies them. Blocks are
-    given by the ends of their hashes, joined. Only blocks whose hash ends in `sampling_bits` zero bits are reported."""
+    """Changes of the prefix cache, in the order in which a gateway applies them. `disk_removed` and `disk_stored` are
+    the blocks below the pool, on disk and in host memory. Each block is named by the end of its hash, and the names are
+    joined. Only blocks whose hash ends in `sampling_bits` zero bits are reported."""
 
     is_cleared: bool
     removed: bytes
@@ -64,9 +65,9 @@ class Outgoing:
         refusals: Refused submissions, and requests that another call took over or cancelled, each with its error.
         aborted: Usage of aborted requests; None if the request was not known.
         moved: Requests that continue at another replica, each with the place of its blocks.
-        has_room: Offers that there is room for.
+        has_room: Offers for which room is reserved here.
         readiness, cache: Changes; None if there are none.
-        size: As in MAX_SIZE.
+        size: Its size, in the unit of MAX_SIZE.
     """
 
     step_id: int = 0
@@ -99,8 +100,9 @@ class Outbox:
     Putting never waits. Events that pile up behind a slow stream are joined into messages of at most MAX_SIZE, in
     order. Their number is bounded by the tokens that the gateway's live requests may still generate.
 
-    All events that one call of `put` has for one request are in one message, even above MAX_SIZE. If they were split, a
-    gateway that lost its scheduler between the parts of selected sequences would resubmit the request with one part.
+    All events that one call of `put` has for one request are in one message, even above MAX_SIZE. A request that
+    selects the best of its sequences sends them all at its end. If they were split, and the scheduler were lost between
+    the parts, the gateway would resubmit the request with only the first part.
 
     A gateway that gives credit gets only that number of messages of events. On a stream without credit, a message
     counts as acknowledged once it is written.
@@ -133,7 +135,8 @@ class Outbox:
             self._message_for(entry.columns.size).prompt_logprobs.append(entry)
 
     def put_replay(self, replay: Replay) -> None:
-        """Sends a replay, part by part. No other events of its request may be put until it is done or dropped."""
+        """Sends the earlier output of a request again, part by part. No other events of its request may be put until it
+        is done or dropped."""
         self._replays[replay.handle] = replay
         self._wake.set()
 

@@ -65,18 +65,19 @@ class Replica:
         scheduler, info: The core, and the workers' properties; None until workers were attached once.
         is_attached: Whether workers are attached now.
         was_faulty: Whether the last lost workers were alive, and hung or sent invalid answers.
-        kv_source: Where other replicas find blocks of the attached workers, without a lease.
+        kv_source: Where other replicas fetch blocks of the attached workers. It has no lease; `hand_over` adds one.
         workers: The workers' addresses, in order of rank.
         role: Kind of requests that gateways prefer to send here.
         epoch: Rises with every attempt to attach; see `epoch_of_start`.
-        version: Rises if other workers are attached than before, by their pool, model or limits.
+        version: Rises if the attached workers have another pool, model or limits than the ones before.
         retry: Computes when a request that is refused for a full queue should come back.
         pins: Pins prefixes for callers.
         recorder: Records the inputs of the core (`--record`); None without a recording.
-        cache: Notifies watchers of changes in the prefix cache.
+        cache: Reports changes of the prefix cache, to gateways among others.
         metrics: Counters, and the tokens and latencies that gateways were served.
         wake: Set when the step loop should plan a step.
-        unsent_offers: Messages to the workers about blocks that other replicas may fetch.
+        unsent_offers: Messages yet to be sent to the workers, about leased blocks that other replicas may fetch. They
+            have nothing to do with requests that are offers (`Request.is_offer`).
     """
 
     def __init__(
@@ -172,8 +173,9 @@ class Replica:
         self._spans.sequence_aborted(key)
 
     def hand_over(self, key: RequestKey) -> KvSource | None:
-        """Ends a request here that continues at another replica after its delivered tokens. Returns where its blocks
-        can be fetched, which may be nowhere. Returns None and changes nothing if it cannot continue elsewhere."""
+        """Ends a request here, so that it continues at another replica after the tokens that were delivered. Returns
+        the source of its blocks, which is empty if they cannot be fetched. Returns None and changes nothing if the
+        request cannot continue elsewhere."""
         if self.scheduler is None:
             return None
         lease = Lease(entropy.random_bytes(_LEASE_BYTES))
@@ -190,6 +192,7 @@ class Replica:
                 self.unsent_offers.append(offer_message(lease, sealed))
                 self.wake_after(LEASE_S)
             else:
+                # No worker can send the blocks: the lease ends.
                 self.scheduler.renew_lease(lease, clock.monotonic(), None)
         self._record_ended(1)
         self.wake.set()
@@ -232,7 +235,8 @@ class Replica:
         return None if self.scheduler is None else self.scheduler.group(key)
 
     def _record_abort(self, group: SequenceGroup | None) -> None:
-        """A request was ended from outside; its rows and blocks are free. None if it still has other sequences."""
+        """Counts a request that a caller ended, and wakes the step loop, since rows or blocks are free now. `group` is
+        None if the request still has other sequences."""
         ended = None if group is None or group.request.is_offer else group
         if ended is not None:
             self.metrics.aborted(ended, clock.monotonic())
@@ -284,7 +288,7 @@ class Replica:
                 self._fail_all(self.scheduler, ", ".join(changes))
                 if not info.has_tokenizer_of(before):
                     self._requests.forget_outputs()
-            # The cost of a step is measured at each start and differs a little: that makes no other pool.
+            # Workers measure `fixed_tokens` at each start, and it differs a little: that requires no new pool.
             before_start = self.scheduler.config
             if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
                 self._refit(self.scheduler, config)
@@ -314,14 +318,15 @@ class Replica:
             self.scheduler.lose_in_flight(error.detail)
 
     def void_steps(self) -> None:
-        """The workers are detached: requests of steps in flight wait, and pins that held blocks are computed again."""
+        """The workers are detached, so steps in flight have no result: their requests wait again, and pins that held
+        blocks are computed again."""
         if self.scheduler is not None:
             self.scheduler.void_in_flight(clock.monotonic())
             self.cache.report_changes()
             self._on_change()
 
     def judge_loss(self, scheduler: Scheduler, *, was_alive: bool) -> None:
-        """Judges the requests that ran when the worker was lost, if it was."""
+        """If the worker was lost, decides which of the requests that ran then are at fault or have to be tried."""
         trials_were_on = scheduler.trials.are_on
         self._fail_at_fault(scheduler.judge_loss(was_alive=was_alive))
         if scheduler.trials.are_on and not trials_were_on:

@@ -28,11 +28,8 @@ class RequestLevelBatches(ContiguousBlocks):
         self._over: list[Sequence] = []
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        return not self._has_run and super().has_room(num_blocks, reserve=reserve, alone=alone)
-
-    @property
-    def _has_run(self) -> bool:
-        return any(sequence.num_output_tokens for sequence in self._batch)
+        has_run = any(sequence.num_output_tokens for sequence in self._batch)
+        return not has_run and super().has_room(num_blocks, reserve=reserve, alone=alone)
 
     def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
         request = sequences[0].request

@@ -4,13 +4,14 @@ Drafts are verified as further rows of one token over the same block table, so t
 plain decode. The CPU library recognizes the rows of a sequence by their tables and lengths if they are consecutive in
 the batch, and reads keys and values once for all.
 
-At each drafted position the row draws as it would without drafts: by the logits, the prefix, and the number that belong
-to that position. It keeps its draws up to and including the first that differs from the draft after it. So drafts that
-are wrong cost time and change nothing. Keys and values that they left are overwritten before they are read.
+At each drafted position the row draws as it would without drafts: from the logits, the prefix and the random number of
+that position. Each draw is compared with the draft for the same position. The row keeps its draws up to and including
+the first that differs. So drafts that are wrong cost time and change nothing. Keys and values that they left are
+overwritten before they are read.
 
-The host must know the tokens of the step before when it launches the next one, as on the CPU. There a step of decodes
-may also run the model several times, with a token per row each time: a small model needs no more time for a token than
-the messages of a step.
+Drafts need a host that knows the tokens of the last step when it launches the next one, as on the CPU. There a step of
+decodes may also run the model several times (each run is a pass), with a token per row each time: a small model takes
+no longer for a token than the services take for the messages of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, Int32Array, RowChanges, WorkerLimits
 
 _MAX_PERIOD = 32
-"""Maximum passes after which a row without a guess is looked at again."""
+"""Maximum passes before the drafter looks again at a row for which it had no guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,17 @@ class Guessed:
 
     guesses: Guesses
     samples: NDArray[np.int64]
-    """The sample of each guess."""
+    """The sample of the step that each guess is for."""
     first: NDArray[np.int32]
-    """The first token of each guess, which may not be among the drafts."""
+    """The first token of each guess. It is compared with the sample even if the guess is not verified."""
     num_drafts: NDArray[np.int32]
-    """For each sample of the step."""
+    """For each sample of the step, its number of drafts."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedBatch:
-    """A batch in which each drafted row occurs once for each of its tokens, in order. Its samples are the s tokens that
-    may be drawn."""
+    """A batch in which each drafted row occurs once for each of its tokens, in order. It has s samples, the tokens that
+    may be drawn: for each sample of the step, one more than its drafts."""
 
     batch: Batch
     places: NDArray[np.int64]
@@ -56,9 +57,9 @@ class DraftedBatch:
     within: NDArray[np.int64]
     """[s], 0 for the first token of a sample of the step, counting up with its drafts."""
     inputs: NDArray[np.int32]
-    """[s], the token that is computed to draw from; the draft before, where `within` is above 0."""
+    """[s], the newest token before each draw, which is a draft if `within` is above 0."""
     num_drafts: NDArray[np.int32]
-    """For each sample of the step."""
+    """For each sample of the step, its number of drafts."""
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which draws count, [s]: the first of each sample, and draws whose preceding drafts were all drawn. An
@@ -89,12 +90,13 @@ class Kept:
 
     @classmethod
     def where(cls, are_kept: NDArray[np.bool_]) -> "Kept":
-        """The kept ones of draws without drafts."""
+        """The draws to keep, of a pass without drafts: at most one for each sample."""
         return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
 
     @classmethod
     def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
-        """The draws of several consecutive passes, reordered by sample."""
+        """The draws of several consecutive passes, reordered by sample. None stands for a pass without drafts that kept
+        one draw of each sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
         num_tokens = [ones if each is None else each.num_tokens for each in passes]
         num_drafts = [zeros if each is None else each.num_drafts for each in passes]
@@ -124,7 +126,7 @@ class Drafts:
         self.choice: PayingDrafts | None = None
         """Set before the first step that may have drafts."""
         self.looked_in_vain = False
-        """Whether guesses were looked for in the pass that began, which verifies none."""
+        """Whether the pass that began has looked for guesses and verifies none."""
         self._rows = rows
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
@@ -135,7 +137,7 @@ class Drafts:
         # The guesses of the current pass, until it has run.
         self._guessed: Guessed | None = None
         self._scopes: dict[int, bytes] = {}
-        # Rows whose matcher has not seen their latest tokens.
+        # Rows whose constraint matcher has not seen their latest tokens.
         self._changed: set[int] = set()
 
     def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
@@ -161,7 +163,7 @@ class Drafts:
         self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
     def release_rows(self, rows: Int32Array) -> None:
-        """These rows are released. To be called before other sequences get them."""
+        """Lets the drafter learn the output of rows that are released. To be called before other sequences get them."""
         if self._drafter is None:
             return
         for row in rows.tolist():
@@ -170,7 +172,7 @@ class Drafts:
                 self._drafter.add_output(text, int(self._rows.sampling.num_prompt_tokens[row]))
 
     def apply_row_changes(self, changes: RowChanges) -> None:
-        """The changes of a step, which `Rows` has."""
+        """Follows the row changes of a step, which `Rows` has applied already."""
         if self._model is not None:
             self._model.apply_row_changes(changes)
         self._changed = {*(each.row for each in changes.assign), *changes.fork[:, 1].tolist()}
@@ -191,7 +193,8 @@ class Drafts:
                 followed[row] = followed[row].anew()
 
     def expand(self, batch: Batch) -> DraftedBatch:
-        """Moves rows that sample to their real positions, adds their drafts, and writes the drafts to the rows."""
+        """Moves rows that sample to their real positions, which the scheduler may not know, and adds an entry for each
+        draft. `begin_pass` has written the drafts to the rows."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
@@ -219,8 +222,9 @@ class Drafts:
     def record_draws(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
     ) -> Kept | None:
-        """Advances the rows of a pass by the drawn tokens. None if each sample has one token and none had drafts. In a
-        pass that is not the first of its step, an unusable sample has no token: the row fails in the next step."""
+        """Advances the rows of a pass by the drawn tokens. Returns the draws that count; None if each sample has one
+        token and none had drafts. In a pass that is not the first of its step, an unusable sample has no token: the row
+        fails in the next step."""
         samplers = batch.samples[:, 0]
         kept, num_tokens = None, np.ones(len(samplers), np.int32)
         is_usable = drawn.is_finite.numpy() & ~columns.is_refused
@@ -231,6 +235,7 @@ class Drafts:
             num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
             kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
         self._compare(drawn.token_ids.numpy()[drafted.within == 0], num_tokens)
+        # Rows that report candidates, as for a beam search, draw no token.
         draws = self._rows.sampling.num_candidates[samplers] == 0
         self._num_tokens[samplers[draws]] += num_tokens[draws]
         if self._model is not None:
@@ -255,6 +260,7 @@ class Drafts:
         if self._drafter is None or self.choice is None:
             return
         samplers = batch.samples[:, 0]
+        # `Batch.max_drafts` counts a token for each run of the model but one, and then the drafts.
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
         drafting = drafting[self.choice.are_due(samplers[drafting])] if len(drafting) else drafting

@@ -39,7 +39,7 @@ MOVES = tuple(_OF_MOVES)
 """Limits that make moves of blocks take many messages, between which steps run."""
 
 
-_OF_LEASES: dict[str, float] = {"worker_svc.protocol.transfers._TOLD_EVERY_S": 0.02}
+_OF_LEASES: dict[str, float] = {"worker_svc.protocol.transfers._REPORT_INTERVAL_S": 0.02}
 LEASES = (*MOVES, *_OF_LEASES)
 """Leases are also renewed while moves of blocks take many messages."""
 
@@ -82,11 +82,14 @@ REPLAYS = (
 """Limits that make an output that is read again take many messages."""
 
 
+LIMITS: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
+"""Low limits by name."""
+
+
 @contextmanager
 def low_limits(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block, these limits are low."""
-    limits: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
-    limits |= dict(zip(TURNS, (1, _SlowClock()), strict=True))
+    limits = LIMITS | dict(zip(TURNS, (1, _SlowClock()), strict=True))
     with ExitStack() as stack:
         for name in names:
             module, _, constant = name.rpartition(".")

@@ -15,10 +15,12 @@ _TABLES = (dict, list, set, deque)
 
 KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
-        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.statuses
-        Gateway._background HttpServer.servers KeyEntry.__dict__ KeyEntry.__pydantic_fields_set__
-        KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id RowTable._free RowTable.sequences
-        ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes Tokenizer._silent Tokenizer.special_tokens""",
+        AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.param_convertors
+        ApiRoute.statuses Front.call_readers Front.handlers Front.routes Front.servicers Front.tasks
+        Gateway._background Gateway._fronts HttpServer.servers KeyEntry.__dict__
+        KeyEntry.__pydantic_fields_set__ KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id
+        RowTable._free RowTable.sequences ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes
+        Tokenizer._silent Tokenizer.special_tokens""",
     "one entry for each replica or gateway that is known": """
         CacheFeed._watchers Members._fixed Members.links Offers._links ReplicaRecords._places ReplicaRecords._records
         Replicas._replicas Replicas.links Requests._connections
