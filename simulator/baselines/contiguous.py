@@ -129,7 +129,7 @@ class ContiguousBlocks(BlockManager):
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Always new: the free regions may have changed."""
-        return [self._next_version()]
+        return [next(self._versions)]
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
         """Whether `num_blocks` blocks are free. None need be left: running sequences never outgrow their regions."""

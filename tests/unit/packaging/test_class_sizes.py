@@ -1,4 +1,4 @@
-"""Each class of the product can be read in one sitting: it has few methods, with the methods of its bases, and few lines."""
+"""Each class of the product can be read in one sitting: it has few methods, its bases included, and few lines."""
 
 import ast
 from collections.abc import Iterator

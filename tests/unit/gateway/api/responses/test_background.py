@@ -113,17 +113,20 @@ async def test_what_begins_in_the_moment_of_the_stop_is_refused():
     assert (refused.value.reason, responses._runs) == ("DRAINING", {})
 
 
-async def test_a_response_that_is_cancelled_before_its_first_step_is_refused():
+async def test_a_response_that_is_cancelled_before_its_first_step_is_refused(monkeypatch):
+    def cancelled(task: asyncio.Task[None]) -> asyncio.Task[None]:
+        task.cancel()
+        return task
+
     store = RecordingStore()
     responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
     set_caller(Caller("tenant", Access(), Account(Limits(), lambda: 0.0)))
     call: Any = SimpleNamespace(id="resp_1", seed=1, kept=lambda: b"", first_state=dict)
+    started = responses._start
+    # Cancelled as it is started, so that its task never runs.
+    monkeypatch.setattr(responses, "_start", lambda run, work: cancelled(started(run, work)))
     beginning = asyncio.create_task(responses.begin(call))
     await store.answer("add", None)
-    while not responses._runs:
-        await asyncio.sleep(0)
-    # Its task has not run yet.
-    responses._runs["resp_1"].cancel()
     await store.answer("remove", True)
     with pytest.raises(Unavailable):
         async with asyncio.timeout(5):
