@@ -4,7 +4,6 @@ This is bookkeeping only; workers move tensors before they run the step whose pl
 """
 
 import heapq
-import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Mapping
@@ -42,7 +41,7 @@ class BlockManager(BlockTables[Sequence]):
         self.host = host
         """Keeps blocks that the pool evicts."""
         self._retired: deque[Sequence] = deque()
-        self._versions = itertools.count(1)
+        self._num_versions = 0
         self.num_looked_up = 0
         """Blocks that were found here or on the host so far. Each may have cost a hash."""
         self.sealed_by_step: list[tuple[BlockId, BlockHash]] = []
@@ -248,7 +247,8 @@ class BlockManager(BlockTables[Sequence]):
         only few blocks beyond the cached ones. Earlier results are looked up again only if they changed."""
         start = sequence.cached_start
         if start is None or not self.pool.is_current(start):
-            start = sequence.cached_start = CachedStart(self.pool, next(self._versions))
+            self._num_versions += 1
+            start = sequence.cached_start = CachedStart(self.pool, self._num_versions)
         first, max_blocks = len(start.blocks), min(max_blocks, self.num_shareable(sequence))
         count = _HASHES_AT_FIRST
         while (num_known := len(start.blocks)) < max_blocks:
@@ -256,7 +256,8 @@ class BlockManager(BlockTables[Sequence]):
             found = self.pool.hits(sequence.prefix_hashes.between(num_known, end, sequence.token_ids))
             if found:
                 self.num_looked_up += len(found)
-                self.pool.extend(start, found, next(self._versions))
+                self._num_versions += 1
+                self.pool.extend(start, found, self._num_versions)
             if len(start.blocks) < end:
                 break
             count *= 4

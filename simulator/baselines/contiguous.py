@@ -129,7 +129,8 @@ class ContiguousBlocks(BlockManager):
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """Always new: the free regions may have changed."""
-        return [next(self._versions)]
+        self._num_versions += 1
+        return [self._num_versions]
 
     def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
         """Whether `num_blocks` blocks are free. None need be left: running sequences never outgrow their regions."""
