@@ -303,7 +303,7 @@ class ChatShaper:
             yield {"content": text}
         elif not (chunk.reasoning or chunk.tool_calls):
             # The chunk has tokens but no text yet.
-            yield {} if self._body.tools else {"content": ""}
+            yield {}
         for call in chunk.tool_calls:
             place = chunk.sequence_index, call.index
             if call.name in self._custom:
