@@ -765,7 +765,7 @@ class Watch:
             transfers = [self.workers[each].transfers for each in ranks if each in self.workers]
             offered = {lease for each in transfers if each is not None for lease in each._offers}
             useless = [lease for lease in core.reservations[Kind.LEASE] if lease not in offered]
-            yield from (f"{host} keeps blocks under lease {lease!r}, which nobody offers" for lease in useless)
+            yield from (f"{host} keeps blocks under lease {lease!r}, which no worker offers" for lease in useless)
 
     def _idle(self) -> Iterator[str]:
         """Requests that wait without a reason at idle schedulers, since they were never woken. Also answers that
