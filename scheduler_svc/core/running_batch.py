@@ -319,8 +319,7 @@ class Batch(batch.Batch[Sequence]):
             slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]
             num_blocks = np.maximum(-(-slots // self._block_size), 0)
             if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
-                for row in rows.repeat(num_blocks).tolist():
-                    self._append_block(row)
+                self._append_blocks(rows.repeat(num_blocks))
                 return growth, further + 1
         return None, 1
 

@@ -207,17 +207,21 @@ class Batch(Generic[S]):
     def _give_slots(self) -> Array:
         """Gives every decoding row a slot of its own for its next token. Returns these rows."""
         rows = self.rows.decoding()
-        for row in self.rows.without_slot(rows).tolist():
-            self._append_block(row)
+        self._append_blocks(self.rows.without_slot(rows))
         for row in self.rows.sharing_tail().tolist():
             self._copy_on_write(row)
         return rows
 
-    def _append_block(self, row: int) -> None:
-        sequence = self.sequence(row)
-        block = self.blocks.append_slot(sequence)
-        self.draft.blocks[row, len(sequence.block_table) - 1] = block
-        self.rows.num_slots[row] += self._block_size
+    def _append_blocks(self, rows: Array) -> None:
+        """Adds one block to the end of the table of each row, as often as `rows` names it. All are taken at once, since
+        the rows of a large batch need some in each step."""
+        if not len(rows):
+            return
+        for row, block in zip(rows.tolist(), self.blocks.take(len(rows)), strict=True):
+            table = self.sequence(row).block_table
+            self.draft.blocks[row, len(table)] = block
+            table.append(block)
+        np.add.at(self.rows.num_slots, rows, self._block_size)
 
     def _copy_on_write(self, row: int) -> None:
         """Gives a row that is about to write to a shared block its own copy; the last holder writes in place."""

@@ -129,12 +129,6 @@ class BlockTables(Generic[S]):
         sequence.block_table = [*shared, *self.take(self.blocks_for(sequence.num_tokens) - len(shared))]
         return len(shared) * self.block_size
 
-    def append_slot(self, sequence: S) -> BlockId:
-        """Adds one block to the end of a sequence's table."""
-        (block,) = self.take(1)
-        sequence.block_table.append(block)
-        return block
-
     def fork(self, parent: S, child: S) -> None:
         """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
         assert not child.block_table, "the child has blocks already"
