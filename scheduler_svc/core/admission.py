@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.kv_cache import VictimTables
-from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequence import SequenceGroup
 
 _STEPS_AHEAD = 1
 """Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
@@ -71,11 +70,8 @@ class Room:
     """Decides whether a waiting or swapped group may enter: counts the rows and blocks that it takes, and finds the
     groups that would have to leave for it."""
 
-    def __init__(
-        self, batch: Batch, swap_space: SwapSpace[Sequence], queues: Queues, reservations: Reservations, pins: Pins
-    ) -> None:
+    def __init__(self, batch: Batch, queues: Queues, reservations: Reservations, pins: Pins) -> None:
         self._batch = batch
-        self._swap_space = swap_space
         self._waiting, self._swapped, self._running = queues
         self._reservations = reservations
         self._pins = pins
@@ -85,9 +81,9 @@ class Room:
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no group runs or is about to come from another replica."""
-        return not (len(self._running) or self._reservations[Kind.PROMISE])
+    def others_run(self) -> bool:
+        """Whether groups run, or are about to come from another replica."""
+        return bool(len(self._running) or self._reservations[Kind.PROMISE])
 
     def to_grow(self) -> int:
         """Blocks that the running groups take in the next steps."""
@@ -132,13 +128,13 @@ class Room:
         if self.lacks_rows(group):
             return False
         needed, reserve = self._blocks_needed(group, to_grow)
-        return self._batch.blocks.has_room(needed, reserve=reserve, alone=self.is_empty)
+        return self._batch.blocks.has_room(needed, reserve=reserve, others_run=self.others_run)
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether `make_way` would succeed. Changes nothing."""
         if self.has_room(group, to_grow):
             return True
-        if self.lacks_rows(group) or not self.is_empty:
+        if self.lacks_rows(group) or self.others_run:
             return False
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
@@ -225,7 +221,8 @@ class Room:
         key, computing = group.request.key, group.computing
         versions = self._batch.blocks.versions(computing)
         if self._taken is None or self._taken[:2] != (key, versions):
-            count = self._swap_space.blocks_needed if key in self._swapped else self._batch.blocks.blocks_to_allocate
+            blocks = self._batch.blocks
+            count = blocks.blocks_to_swap_in if key in self._swapped else blocks.blocks_to_allocate
             self._taken = key, versions, count(computing)
         return self._taken[2]
 

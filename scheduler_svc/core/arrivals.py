@@ -73,7 +73,7 @@ class Arrivals:
             return self.abort(key)
         if any(sequence.row is not None and self._state.batch.rows.is_prefilling(sequence.row) for sequence in ending):
             # The others may depend on blocks that it has yet to compute: a common start, or all of a prompt.
-            self._state.placement.requeue(group)
+            self._state.batch.requeue(group)
         self._end(ending)
         return True
 
@@ -102,7 +102,7 @@ class Arrivals:
         others: list[Sequence] = []
         for sequence in sequences:
             if sequence.status is SequenceStatus.SWAPPED:
-                self._state.swap_space.free(sequence)
+                self._state.batch.blocks.free_swapped(sequence)
                 sequence.status = SequenceStatus.FINISHED
             else:
                 others.append(sequence)

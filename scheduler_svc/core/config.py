@@ -1,9 +1,8 @@
 """The limits of one replica."""
 
 import enum
+import sys
 from dataclasses import dataclass
-
-from scheduler_svc.core.paging.scheduler import NEVER
 
 
 class PolicyKind(enum.Enum):
@@ -90,7 +89,9 @@ class SchedulerConfig:
     @property
     def swaps_from(self) -> int:
         """The minimum number of sequences with which a preempted group is swapped, not computed again."""
-        return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: NEVER}[self.preemption_mode]
+        return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: sys.maxsize}[
+            self.preemption_mode
+        ]
 
     @property
     def max_len(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_svc.core.paging.rows import Array
+from scheduler_svc.core.paging.batch import Array
 
 _MAX_PROBABILITY = 0.9
 """Assumed upper bound of the probability that a draft is right."""

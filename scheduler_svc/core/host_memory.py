@@ -48,7 +48,7 @@ class HostMemory(HostBlocks):
             self.pool.touch((known,))
             return known
         (host,) = self.pool.allocate(1, self._forgotten)
-        self.copy_out(block, host)
+        self.saving[host] = block
         if name is not None:
             self.pool.seal(host, name)
             if self.log is not None:
@@ -59,9 +59,9 @@ class HostMemory(HostBlocks):
         """A sealed block of the pool was handed out; the next step or a later one writes it. Its content stays here as
         the most recently used."""
         if self.pool.num_free or content in self:
-            num_out = len(self._out)
+            num_out = len(self.saving)
             self.pool.free((self.save(block, content),))
-            self.counts.to_host += len(self._out) - num_out
+            self.counts.to_host += len(self.saving) - num_out
 
     def forget_cached(self) -> None:
         """Forgets the blocks that no group holds."""

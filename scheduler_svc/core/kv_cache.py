@@ -67,20 +67,19 @@ class BlockManager(BlockTables[Sequence]):
     def save(self, block: BlockId) -> BlockId:
         return self.host.save(block, self.pool.hash_of(block))
 
-    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Gives sequences without blocks the blocks for all their tokens. Returns for each sequence the number of
-        tokens that it need not compute: they are cached, or a sequence before it computes them.
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """Gives sequences blocks for all their tokens. Blocks that a sequence before it computes count as cached.
 
         Raises OutOfBlocksError.
         """
         if len(sequences) == 1:
             return super().allocate_slots(sequences)
         before: dict[BlockHash, BlockId] = {}
-        num_computed: list[int] = []
+        starts: list[tuple[int, int]] = []
         for sequence in sequences:
-            num_computed.append(self._allocate_one(sequence, self._shared(sequence, before)))
+            starts.append(self._allocate_one(sequence, self._shared(sequence, before)))
             before.update(zip(self._full(sequence), sequence.block_table, strict=False))
-        return num_computed
+        return starts
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises

@@ -103,7 +103,12 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
     def _displace(self, now: float) -> None:
         """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
         state = self._state
-        if state.trials.are_on or not len(state.running) or (group := self.peek()) is None or group.request.is_offer:
+        if (
+            state.trials.are_on
+            or not len(state.running)
+            or (group := self.next_group) is None
+            or group.request.is_offer
+        ):
             return
         lacks_rows = state.room.lacks_rows(group)
         candidates = state.policy.displaced_by(group, state.running, state.batch, lacks_rows=lacks_rows)
@@ -145,7 +150,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
                 return Stop(Obstacle.TOKENS)
             if num_admitted:
                 self.advance_queue()
-            group = self.peek()
+            group = self.next_group
             if group is None and state.trials.are_on:
                 return Stop(Obstacle.SUSPECTS)
             if group is None:
@@ -173,16 +178,21 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         state = self._state
         group.source, group.has_been_passed = None, False
         state.reservations.end(Kind.COMING, group.request.key)
-        is_new = group.cached_tokens is None
-        num_cached = state.placement.start(group, now)
-        self._num_blocks_looked_up += sum(count // state.config.block_size for count in num_cached)
-        if is_new:
+        group.timeline.run(now)
+        entered = state.batch.start(group)
+        self._num_blocks_looked_up += sum(num_cached // state.config.block_size for _, num_cached in entered)
+        if group.cached_tokens is None:
+            # Output that an earlier scheduler produced may be cached, too.
+            group.cached_tokens = min(entered[0][1], len(group.request.prompt))
             state.num_prompt_tokens += len(group.request.prompt)
-            state.num_cached_tokens += group.cached_tokens or 0
+            state.num_cached_tokens += group.cached_tokens
+        for row, _ in entered:
+            if state.batch.draft.budget:
+                state.shares.add_chunk(row)
 
     def _can_admit(self) -> bool:
         """Whether there is a group that would enter the batch now."""
-        group = self.peek()
+        group = self.next_group
         return group is not None and self._state.room.fits(group, self._state.room.to_grow())
 
     def _find_next(self) -> SequenceGroup | None:
@@ -256,15 +266,21 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         return plan
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
-        self._state.num_swap_outs += self._state.placement.preempt(group, now)
+        is_swapped = self._state.batch.preempt(group)
+        group.timeline.note(Milestone.SWAPPED_OUT if is_swapped else Milestone.RECOMPUTED, now)
+        self._state.num_swap_outs += is_swapped
         self._state.num_preemptions += 1
+
+    def _resume(self, group: SequenceGroup, now: float) -> None:
+        group.timeline.run(now)
+        super()._resume(group, now)
 
     def _requeue_passed(self, now: float) -> None:
         """Groups that passed their trial wait until all other suspects were tried."""
         state = self._state
         for group in state.trials.take_passed(state.running, state.queues.is_live):
             group.timeline.note(Milestone.RECOMPUTED, now)
-            state.placement.requeue(group)
+            state.batch.requeue(group)
 
     def _begin_new(self, now: float) -> None:
         """Releases requests that are held because they never ran, once the time of `Scheduler.hold_new` is over."""
@@ -294,8 +310,8 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             num_right = np.maximum(result.num_tokens - result.num_passes, 0)
             state.draft_counts.add(num_right, result.num_drafts, result.num_passes)
         state.preparations.refused(result.refused)
-        sequences = state.batch.rows.sequences_in(step.rows) if state.trials.are_on else []
-        state.trials.answered(each.request.key for each in sequences if each is not None)
+        sampled = [state.batch.rows.sequences[int(row)] for row in step.rows] if state.trials.are_on else []
+        state.trials.answered(each.request.key for each in sampled if each is not None)
         results = Results(state.batch, state.running, now)
         results.apply(step, result)
         if results.further is not None:

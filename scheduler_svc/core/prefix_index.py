@@ -107,6 +107,10 @@ class PrefixIndex(BlockPool):
     def num_free(self) -> int:
         return len(self._free) + len(self._cached)
 
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
     def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
         """`ref_count` of each."""
         return [self._ref_counts[block] for block in blocks]

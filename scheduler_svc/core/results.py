@@ -10,7 +10,7 @@ import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
-from scheduler_svc.core.paging.rows import Array
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.scheduler import append_tokens, end_sequences
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId, RequestKey

@@ -17,15 +17,16 @@ from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.draft_budget import DraftBudget
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
-from scheduler_svc.core.paging import batch, rows
+from scheduler_svc.core.paging import batch
+from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import HostBlocks
-from scheduler_svc.core.paging.rows import Array, Flags, Numbers
+from scheduler_svc.core.paging.sequence import Queues
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import RowAssignment, StepPlan
 
 
-class RowTable(rows.RowTable[Sequence]):
+class RowTable(batch.RowTable[Sequence]):
     """The rows with what their requests want and may cost.
 
     `num_computed` counts drafts of steps in flight as if all were right: up to `num_unsure` fewer tokens are computed.
@@ -175,14 +176,14 @@ def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: i
     return start
 
 
-class Batch(batch.Batch[Sequence]):
+class Batch(batch.Batch[Sequence, SequenceGroup]):
     """Rows, GPU blocks, adapter slots, the next step in `draft`, and the full blocks that rows are computing in
     `underway`."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, queues: Queues[SequenceGroup]) -> None:
         adapters = AdapterSlots(config.max_adapters)
         rows, draft = RowTable(config.max_num_seqs, adapters), StepDraft(config.max_num_batched_tokens)
-        super().__init__(blocks, rows, draft)
+        super().__init__(blocks, rows, draft, queues, config.swaps_from)
         self.blocks, self.rows, self.draft = blocks, rows, draft
         self.adapters = adapters
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
@@ -191,12 +192,11 @@ class Batch(batch.Batch[Sequence]):
 
     # Rows
 
-    def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int = 0) -> int:
-        """Puts a sequence that has its blocks, the first `num_sealed` of them sealed, into a row. Returns the row."""
-        row = super().enter(sequence, order, num_computed)
-        self.rows.num_sealed[row] = num_sealed
+    def enter(self, sequence: Sequence, order: int, num_computed: int, num_cached_blocks: int) -> int:
+        row = super().enter(sequence, order, num_computed, num_cached_blocks)
+        self.rows.num_sealed[row] = num_cached_blocks
         self.drafts.enter(row)
-        if self.underway.is_worth_it(self._num_full(row) - num_sealed):
+        if self.underway.is_worth_it(self._num_full(row) - num_cached_blocks):
             self.underway.expect(row)
         return row
 
@@ -318,7 +318,7 @@ class Batch(batch.Batch[Sequence]):
         for growth in growths:
             slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]
             num_blocks = np.maximum(-(-slots // self._block_size), 0)
-            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
+            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, others_run=True):
                 for row in rows.repeat(num_blocks).tolist():
                     self._append_block(row)
                 return growth, further + 1

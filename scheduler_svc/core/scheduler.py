@@ -7,10 +7,10 @@ result.
 
 `arrivals` puts requests into the queues and ends them, `planner` plans steps and applies their results, `losses`
 handles the loss of a worker; all of them work on one `state`. `policy` says which group is next, `admission` whether
-there is room for it and how prompts share a step, `placement` moves it into the batch and out of it, `batch` keeps rows
-and builds the step, `kv_cache` keeps blocks, `results` interprets step results, `pace` says when beam searches wait for
-each other, `preparation` knows which constraints are compiled and which adapters are loaded, and `fault_isolation`
-finds requests that make steps fail.
+there is room for it and how prompts share a step, `running_batch` moves groups into rows and out of them and builds the
+step, `kv_cache` keeps blocks, `results` interprets step results, `pace` says when beam searches wait for each other,
+`preparation` knows which constraints are compiled and which adapters are loaded, and `fault_isolation` finds requests
+that make steps fail.
 """
 
 from collections.abc import Callable, Iterable

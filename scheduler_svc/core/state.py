@@ -15,10 +15,8 @@ from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
-from scheduler_svc.core.placement import Placement
 from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
@@ -66,7 +64,7 @@ class State:
     def make_pools(self) -> None:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
-        self.batch = Batch(config, self._make_blocks(config))
+        self.batch = Batch(config, self._make_blocks(config), self.queues)
         self.batch.blocks.host = HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host)
         self.reservations = Reservations(self.batch.blocks.pool)
         self.pins.move_to(self.reservations)
@@ -79,10 +77,8 @@ class State:
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.set_cache_log(self._cache_log)
-        self.swap_space = SwapSpace(self.batch.blocks)
-        self.room = Room(self.batch, self.swap_space, self.queues, self.reservations, self.pins)
+        self.room = Room(self.batch, self.queues, self.reservations, self.pins)
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
-        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config.swaps_from)
         self.pace = Pace()
         self.num_attached_steps = 0
 
@@ -155,7 +151,7 @@ class Fetches:
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
-        if hashes and not blocks.has_room(num_free, reserve=state.room.to_grow(), alone=state.room.is_empty):
+        if hashes and not blocks.has_room(num_free, reserve=state.room.to_grow(), others_run=state.room.others_run):
             self._without_room().add(key)
             return None
         group.source = None
@@ -171,7 +167,7 @@ class Fetches:
             return others
         while not state.room.has_room(group, state.room.to_grow()):
             # Blocks kept for others do not give way for blocks that can be computed.
-            if not (state.room.is_empty and blocks.reclaim()):
+            if state.room.others_run or not blocks.reclaim():
                 self._without_room().add(group.request.key)
                 return None
         return self._arriving(number, None, cached, hashes)

@@ -21,8 +21,8 @@ from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
 from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
@@ -176,15 +176,15 @@ class CheckedScheduler(Scheduler):
 
     def make_pools(self) -> None:
         super().make_pools()
-        requeue, victims, take_slot = self.placement.requeue, self.room.victims, self.batch.adapters.take
+        requeue, victims, take_slot = self.batch.requeue, self.room.victims, self.batch.adapters.take
         fits = self.room.fits
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._had_drafts: dict[tuple[int, int], bool] = {}
         self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
         self._goes_on = np.full(self.config.max_num_seqs, -1)
         """The incarnation of each row whose sequence came back with all computed but its newest token."""
-        self.placement.start = self._with_room(self.placement.start, comes_back=False)
-        self.placement.swap_in = self._with_room(self.placement.swap_in, comes_back=True)
+        self.batch.start = self._with_room(self.batch.start, comes_back=False)
+        self.batch.swap_in = self._with_room(self.batch.swap_in, comes_back=True)
 
         def leave(group: SequenceGroup) -> None:
             if self._fairness is not None:
@@ -276,15 +276,15 @@ class CheckedScheduler(Scheduler):
         self.room.give_way, self.fetches.forget_failed = end_first, forget
         self.room.promise = keep
         self.shares.add_chunk = add
-        self.placement.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
+        self.batch.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
         self.batch._growth_of, self.room.fits = grow_beside, fits_beside
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
         """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
         and rows for those that are to come from elsewhere. Nobody enters with an adapter that is to leave its slot."""
 
-        def call(group: SequenceGroup, now: float) -> Any:
-            batch, alone = self.batch, self.room.is_empty
+        def call(group: SequenceGroup) -> Any:
+            batch, alone = self.batch, not self.room.others_run
             reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
             if self._has_preempted:
                 self._report(AssertionError(f"{group.request.request_id} enters in a step that preempts others"))
@@ -295,7 +295,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             num_free, needed = batch.blocks.pool.num_free, self.room._blocks_taken(group)
             self._entered[group.request.key] = {each.index: each.num_tokens for each in group.unfinished}
-            done = enter(group, now)
+            done = enter(group)
             for each in group.computing if comes_back else ():
                 if each.row is not None and each.num_output_tokens and batch.rows.num_uncomputed(each.row) == 1:
                     self._goes_on[each.row] = batch.rows.incarnation[each.row]
@@ -407,7 +407,7 @@ class CheckedScheduler(Scheduler):
             taken = self.batch.blocks.blocks_to_allocate(group.computing)
             return taken, self._growth() + self._first_growth(group)
         to_decode = self._needed_now()
-        return self.swap_space.blocks_needed(group.computing) + to_decode, self._growth() - to_decode
+        return self.batch.blocks.blocks_to_swap_in(group.computing) + to_decode, self._growth() - to_decode
 
     def _counter(self, tenant: str) -> int:
         """What the policy `fair` says that a tenant got."""
@@ -620,7 +620,7 @@ class CheckedScheduler(Scheduler):
             [group for group in self.running if group.beams is not None] if self.batch.rows.num_dependent else []
         )
         if self.trials.are_on and step is not None:
-            sequences = self.batch.rows.sequences_in(step.rows)
+            sequences = [self.batch.rows.sequences[row] for row in step.rows.tolist()]
             self._num_answered.update({each.request.key for each in sequences if each is not None})
         applied, running = (
             self.tally.applying(self, result),
@@ -679,7 +679,8 @@ class CheckedScheduler(Scheduler):
             return lambda: None
         step, table = self.in_flight[0], self.batch.rows
         rows = step.rows[(table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]]
-        grow = [(each, each.num_tokens) for each in table.sequences_in(rows) if each is not None]
+        sequences = [table.sequences[row] for row in rows.tolist()]
+        grow = [(each, each.num_tokens) for each in sequences if each is not None]
         before = {each.request.tenant: self._counter(each.request.tenant) for each, _ in grow}
 
         def check() -> None:
@@ -967,7 +968,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a request displaces one whose turn is not over"))
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < planner._MAX_DISPLACED and not self.room.is_empty
+        is_all = len(displaced) < planner._MAX_DISPLACED and self.room.others_run
         if is_all and not self.room.fits(entering, self.room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
