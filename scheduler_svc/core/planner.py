@@ -54,7 +54,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         if not self._may_plan():
             return None
         self._num_blocks_looked_up = 0
-        state.preparations.planning()
+        state.batch.adapters.entering(None)
         state.pace.planning(now)
         self.advance_queue()
         if state.in_flight and state.pace.joins_beams(batch.rows) and not self._can_admit():

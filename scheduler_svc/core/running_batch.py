@@ -72,7 +72,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_logprobs[row] = request.sampling.logprobs or 0
         self.num_dependent += sequence.is_dependent
         if request.adapter is not None:
-            self._adapters.enter(request.adapter)
+            self._adapters.use(request.adapter, 1)
         return row
 
     def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int) -> None:
@@ -107,7 +107,7 @@ class RowTable(batch.RowTable[Sequence]):
             assert sequence is not None, "a free row is released"
             self.num_dependent -= sequence.is_dependent
             if sequence.request.adapter is not None:
-                self._adapters.leave(sequence.request.adapter)
+                self._adapters.use(sequence.request.adapter, -1)
         super().release(rows)
 
 

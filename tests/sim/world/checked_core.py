@@ -214,10 +214,11 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
             return does_fit
 
-        def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
-            before, owed = self.batch.adapters.num_rows(), {*self.preparations.adapters.owed.values()}
+        def take(adapter: Adapter) -> int | None:
+            kept = self.batch.adapters.kept
+            before, owed = self.batch.adapters.num_rows(), {*self.batch.adapters.owed.values()}
             drained = self._adapter_use.drained()
-            slot = take_slot(adapter, kept)
+            slot = take_slot(adapter)
             if (wrong := self._adapter_use.wrong_choice(before, drained, kept)) is not None and adapter not in before:
                 self._report(AssertionError(wrong))
             if owed & before.keys() - self.batch.adapters.num_rows().keys() - {adapter}:

@@ -36,7 +36,7 @@ KEPT: dict[str, str] = {
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled
         FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap
-        Constraints._compiled PromptLogprobsRouter._reporting RetryAdvisor._ends
+        Preparations._compiled PromptLogprobsRouter._reporting RetryAdvisor._ends
         Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
