@@ -147,7 +147,7 @@ class Fetches:
             return None
         if group.source is None:
             # Groups that pass may take the room and evict fetched blocks: waits for them once, then computes the rest.
-            return self._make_room_from_tier(group, number) if len(state.tier) and not group.has_been_passed else None
+            return self._make_room_from_tier(group, number) if len(state.tier) and not group.others_went_first else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source

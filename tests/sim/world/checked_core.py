@@ -19,7 +19,6 @@ from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
-from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease
 from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -77,12 +76,11 @@ _LOOKED_AT = 8
 _CHECKED = {
     "arrivals": (
         *("submit", "abort", "abort_sequence", "pin", "expire_pins", "hand_over", "refit", "take_preparations"),
-        *("prepared", "_enqueue"),
+        *("prepared", "_enqueue", "lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
     ),
     "planner": (
         *("schedule", "apply", "preempt", "_start", "_requeue_passed", "_hold", "_preempt_for_decodes", "_displace"),
     ),
-    "losses": ("lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
 }
 """The calls of each part of the core that go through a check of the same name."""
 
@@ -729,7 +727,7 @@ class CheckedScheduler(Scheduler):
         return events
 
     def lose_in_flight(self, detail: str | None = None) -> None:
-        Losses.lose_in_flight(self.losses, detail)
+        Arrivals.lose_in_flight(self.arrivals, detail)
         self._had_answered = self._has_answered
         if not self.in_flight and (loss := self.trials._loss) is not None and loss.progress:
             self._report(AssertionError("a loss without a step in flight counts for requests"))
@@ -739,7 +737,7 @@ class CheckedScheduler(Scheduler):
         nobody is at fault before it was tried alone."""
         loss, has_answered, before = self.trials._loss, self._had_answered, dict(self.trials._losses)
         self._num_answered.clear()
-        events = Losses.judge_loss(self.losses, was_alive=was_alive)
+        events = Arrivals.judge_loss(self.arrivals, was_alive=was_alive)
         self._has_answered = False
         if loss is not None and not loss.needs and not (was_alive and has_answered):
             counted = self.trials._losses
@@ -764,7 +762,7 @@ class CheckedScheduler(Scheduler):
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
         # It would be planned again, and perhaps not refused then.
         self._report(AssertionError(f"a worker refuses a step: {detail}"))
-        return Losses.refuse_in_flight(self.losses, detail)
+        return Arrivals.refuse_in_flight(self.arrivals, detail)
 
     def _requeue_passed(self, now: float) -> None:
         before, num_running = self.trials._suspects, len(self.running)
@@ -790,7 +788,7 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None:
             for group in (*self.running, *self.swapped):
                 self._fairness.leaves(group)
-        Losses.void_in_flight(self.losses, now)
+        Arrivals.void_in_flight(self.arrivals, now)
         self._compiled.clear()
         self._check()
 
