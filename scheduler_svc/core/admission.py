@@ -76,7 +76,7 @@ class Room:
         self._reservations = reservations
         self._pins = pins
         # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
-        self._futile: tuple[_Attempt, int] | None = None
+        self._futile: tuple[_Attempt | None, int] = None, 0
         # The number of blocks that the group looked at last takes, and the versions of its cached blocks.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
@@ -177,12 +177,15 @@ class Room:
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]
         orders = tuple(each.order for each in candidates)
-        futile = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
+        attempt = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free
         if not all_leave:
             may_leave = rows.active & np.isin(rows.order, orders)
+            before, wanted_before = self._futile
+            # Blocks that the candidates took since then were free before.
+            was_futile = before == attempt and wanted >= wanted_before
             # Assumes that they share no block: mostly even that is too little.
-            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile, wanted):
+            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or was_futile:
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
         tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
@@ -195,16 +198,8 @@ class Room:
                 return victims
         if all_leave and missing_rows <= 0:
             return victims
-        self._futile = futile, wanted
+        self._futile = attempt, wanted
         return []
-
-    def _was_futile(self, attempt: _Attempt, wanted: int) -> bool:
-        """Whether all candidates of a group were found to be too few, and no more room was made since: blocks that the
-        candidates took since then were free before."""
-        if self._futile is None:
-            return False
-        before, wanted_before = self._futile
-        return before == attempt and wanted >= wanted_before
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
         """Free blocks that the group takes as it enters, and free blocks that must be left then for other groups."""

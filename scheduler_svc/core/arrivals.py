@@ -9,7 +9,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
-from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.pins import Pin, Pins
 from scheduler_svc.core.policy import check_queue
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
@@ -52,7 +52,8 @@ class Arrivals:
         check_request(request, state.config)
         check_queue(request, state.waiting, state.config)
         group = self.arrive(request, now)
-        state.batch.blocks.warm_hashes(group.computing[0])
+        # Hashes its blocks now, so that the step that admits it need not.
+        state.batch.blocks.num_cached(group.computing[0])
         if not state.trials.are_on:
             state.preparations.arrived(request, len(state.waiting))
 
@@ -72,7 +73,8 @@ class Arrivals:
         ending = [sequence for sequence in group.unfinished if sequence.index == index and not group.request.selects]
         if len(ending) == len(group.unfinished):
             return self.abort(key)
-        if any(sequence.row is not None and self._state.batch.rows.is_prefilling(sequence.row) for sequence in ending):
+        rows = self._state.batch.rows
+        if any(each.row is not None and rows.active[each.row] and rows.prefills[each.row] for each in ending):
             # The others may depend on blocks that it has yet to compute: a common start, or all of a prompt.
             self._state.batch.requeue(group)
         self._end(ending)
@@ -357,7 +359,7 @@ class Arrivals:
         pins = list(state.pins)
         for pin in pins:
             self._unpin(pin)
-        state.config, state.pins = config, state.pins.of_other_pool(config)
+        state.config, state.pins = config, Pins(config, state.pins.num_made)
         state.make_pools()
         failures: list[RequestFailure] = []
         for group in state.waiting:

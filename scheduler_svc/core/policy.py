@@ -467,12 +467,4 @@ def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:
     return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=ORDER)
 
 
-def make_policy(kind: PolicyKind) -> Policy:
-    """A new policy of this kind, without history."""
-    match kind:
-        case PolicyKind.FCFS:
-            return Policy()
-        case PolicyKind.PRIORITY:
-            return PriorityPolicy()
-        case PolicyKind.FAIR:
-            return FairPolicy()
+POLICIES = {PolicyKind.FCFS: Policy, PolicyKind.PRIORITY: PriorityPolicy, PolicyKind.FAIR: FairPolicy}

@@ -64,12 +64,6 @@ class Sequence(paging.Sequence):
         )
 
     @property
-    def num_emitted_tokens(self) -> int:
-        """Tokens of its output that an earlier scheduler produced."""
-        emitted = self.request.emitted
-        return len(emitted[self.index].token_ids) if emitted else 0
-
-    @property
     def output(self) -> list[int]:
         return self.token_ids[len(self.request.prompt) :]
 

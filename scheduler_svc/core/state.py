@@ -8,20 +8,19 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Room, Stop, TokenShares
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
-from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
+from scheduler_svc.core.policy import POLICIES, GroupQueue, Queues
+from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
-from scheduler_svc.core.running_batch import Batch
+from scheduler_svc.core.running_batch import Batch, DraftCounts
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
@@ -41,7 +40,7 @@ class State:
         """`make_blocks` makes an empty pool, at the start and after each loss of a worker."""
         self.config = config
         self._make_blocks = make_blocks
-        self.policy = make_policy(config.policy)
+        self.policy = POLICIES[config.policy]()
         new_first = self.policy.new_first
         self.queues = Queues(waiting=GroupQueue(new_first), swapped=GroupQueue(new_first), running=GroupQueue())
         self.waiting, self.swapped, self.running = self.queues
@@ -182,8 +181,11 @@ class Fetches:
     def _arriving(
         self, number: int, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]
     ) -> Arriving:
-        """Reserves blocks for these hashes, and the cached ones."""
-        taken = self._state.batch.blocks.allocate_beside(cached, len(hashes))
+        """Reserves blocks for these hashes, which workers may write before the next step, and the cached ones. Cached
+        content of the new blocks is lost."""
+        pool = self._state.batch.blocks.pool
+        pool.touch(cached)
+        taken = pool.allocate(len(hashes))
         self._state.reservations.add(Kind.FETCH, number, taken)
         self._state.reservations.add(Kind.FETCH_START, number, cached)
         return Arriving(source, tuple(taken), tuple(hashes))

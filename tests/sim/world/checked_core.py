@@ -372,7 +372,7 @@ class CheckedScheduler(Scheduler):
         pays = len(rows) <= _LIKELY * (fixed + len(rows))
         had_some = [self._had_drafts.get((row, int(self.batch.rows.incarnation[row])), True) for row in rows.tolist()]
         draws = ~self.batch.rows.dependent[rows]
-        if most and (np.array(had_some) != self.batch.drafts.had_some(rows))[draws].any():
+        if most and (np.array(had_some) != self.batch.drafts.had_some[rows])[draws].any():
             self._report(AssertionError("it is not known which rows had drafts lately"))
         drafts = growth - (num_passes - 1)
         bound = most * np.where(had_some, num_passes, 1) if pays else 0
@@ -475,7 +475,8 @@ class CheckedScheduler(Scheduler):
             short.append((first.order, first.num_tokens_to_compute))
         most = max(1, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
         for row, count in chunks.items():
-            length, order = count + (rows.num_uncomputed(row) if rows.is_prefilling(row) else 0), int(rows.order[row])
+            is_prefilling = rows.active[row] and rows.prefills[row]
+            length, order = count + (rows.num_uncomputed(row) if is_prefilling else 0), int(rows.order[row])
             is_long = count > most and row not in entered
             if is_long and any(behind > order and shorter < length for behind, shorter in short):
                 name = self.batch.sequence(row).request.request_id

@@ -29,7 +29,7 @@ KEPT: dict[str, str] = {
         CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
         Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
-        BlockFile._free BlockFile._slots CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk
+        BlockFile._free BlockFile._slots CacheLog.unread CachedBlocks._blocks CachedBlocks._on_disk
         CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._cached PrefixIndex._changes PrefixIndex._found
         PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts Tier._by_slot Tier._slots _Restored.hashes""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """

@@ -2,11 +2,10 @@
 
 from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.prefix_index import PrefixHashes
+from scheduler_svc.core.prefix_index import HostMemory, PrefixHashes
 from scheduler_svc.core.sequence import Sequence
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
