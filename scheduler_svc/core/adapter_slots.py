@@ -6,9 +6,10 @@ no further request with its adapter enters until another adapter was loaded ther
 slots that are in constant use.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from scheduler_svc.core.request import Adapter
+from scheduler_svc.core.request import Adapter, Need, RequestKey
 
 
 @dataclass(slots=True)
@@ -24,12 +25,19 @@ class _Slot:
 
 
 class AdapterSlots:
-    """All slots are empty at first, as in workers that were just attached."""
+    """All slots are empty at first, as in workers that were just attached.
+
+    Attributes:
+        owed: Requests that an adapter was loaded for, until a request with this adapter is next, and the adapters.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._of_adapter: dict[Adapter, int] = {}
         self._num_events = 0
+        self.owed: dict[RequestKey, Adapter] = {}
+        # The adapter of the latest group that was next in the current or last step.
+        self._next: Adapter | None = None
 
     def slot_of(self, adapter: Adapter) -> int | None:
         """The slot that the adapter is loaded in."""
@@ -40,16 +48,15 @@ class AdapterSlots:
         slot = self._of_adapter.get(adapter)
         return slot is not None and not self._slots[slot].is_drained
 
-    def enter(self, adapter: Adapter) -> None:
-        """A row uses the adapter, which is loaded."""
-        slot = self._slots[self._of_adapter[adapter]]
-        slot.num_rows += 1
-        slot.last_used = self._next_event()
+    def entering(self, adapter: Adapter | None) -> None:
+        """The request that is next has this adapter; None if it has none, or if a step's planning starts."""
+        self._next = adapter
+        self.owed = {key: owed for key, owed in self.owed.items() if owed != adapter}
 
-    def leave(self, adapter: Adapter) -> None:
-        """One row fewer uses the adapter."""
+    def use(self, adapter: Adapter, num_rows: int) -> None:
+        """This number of rows more use the adapter, which is loaded."""
         slot = self._slots[self._of_adapter[adapter]]
-        slot.num_rows -= 1
+        slot.num_rows += num_rows
         slot.last_used = self._next_event()
 
     def num_rows(self) -> dict[Adapter, int]:
@@ -60,57 +67,75 @@ class AdapterSlots:
         """The slots into which an adapter is being loaded."""
         return [number for number, slot in enumerate(self._slots) if slot.is_loading]
 
-    def take_empty(self) -> int | None:
-        """An empty slot to load an adapter into; None if there is none."""
-        for number, slot in enumerate(self._slots):
-            if slot.adapter is None and not slot.is_loading:
-                return self._begin(number)
-        return None
-
-    def may_take(self, adapter: Adapter, kept: set[Adapter]) -> bool:
+    def may_take(self, adapter: Adapter) -> bool:
         """Whether `take` has a slot now."""
         if (own := self._of_adapter.get(adapter)) is not None:
             return not self._slots[own].num_rows
-        is_empty = any(slot.adapter is None and not slot.is_loading for slot in self._slots)
-        loaded = (self._slots[number] for each, number in self._of_adapter.items() if each not in kept)
-        return is_empty or any(not slot.num_rows for slot in loaded)
+        return self._empty() is not None or bool(self._unused())
 
-    def take(self, adapter: Adapter, kept: set[Adapter]) -> int | None:
+    def slot_for(self, adapter: Adapter, held: Collection[Need], stuck: set[type[Need]]) -> int | None:
+        """A slot to load an adapter into: an empty one, or, if a request that is next waits for it, an unused one.
+        `held` are the needs that such requests wait for. If no other adapter has a slot either, adds the kind to
+        `stuck`."""
+        is_drained = adapter in self._of_adapter
+        if adapter not in held:
+            return None if is_drained or (empty := self._empty()) is None else self._begin(empty)
+        if is_drained and any(isinstance(need, Adapter) and need != adapter for need in held):
+            # The slot was drained for one of the other adapters.
+            return None
+        slot = self.take(adapter)
+        if slot is None and not is_drained:
+            stuck.add(Adapter)
+        return slot
+
+    def take(self, adapter: Adapter) -> int | None:
         """A slot to load an adapter into that a request needs now: its own slot if that is drained, an empty slot, or
         the least recently used slot that no row uses and whose adapter is not `kept`. If there is none, returns None
         and drains the slot that was loaded first, unless a slot is drained already."""
         if (own := self._of_adapter.get(adapter)) is not None:
-            return None if self._slots[own].num_rows else self._evict(own)
-        if (empty := self.take_empty()) is not None:
-            return empty
-        loaded = [(self._slots[number], number) for each, number in self._of_adapter.items() if each not in kept]
-        if unused := [(not slot.is_drained, slot.last_used, number) for slot, number in loaded if not slot.num_rows]:
-            return self._evict(min(unused)[2])
+            return None if self._slots[own].num_rows else self._begin(own)
+        if (empty := self._empty()) is not None:
+            return self._begin(empty)
+        if unused := self._unused():
+            return self._begin(min(unused)[2])
         used = [self._slots[number] for number in self._of_adapter.values() if self._slots[number].num_rows]
         if used and not any(slot.is_drained for slot in used):
             min(used, key=lambda slot: slot.loaded).is_drained = True
         return None
 
-    def _evict(self, number: int) -> int:
-        evicted = self._slots[number].adapter
-        assert evicted is not None
-        assert not self._slots[number].num_rows
-        del self._of_adapter[evicted]
-        self._slots[number].adapter = None
-        return self._begin(number)
+    @property
+    def kept(self) -> set[Adapter]:
+        """Adapters that are not evicted for another one."""
+        return {*self.owed.values(), *filter(None, (self._next,))}
 
-    def loaded(self, number: int, adapter: Adapter | None) -> None:
-        """The load into a slot ended. `adapter` is None if it failed, or if no request waits for it any more."""
+    def _empty(self) -> int | None:
+        empty = (number for number, slot in enumerate(self._slots) if slot.adapter is None and not slot.is_loading)
+        return next(empty, None)
+
+    def _unused(self) -> list[tuple[bool, int, int]]:
+        """Slots whose adapter may be evicted. The slot to take first is the lowest."""
+        kept = self.kept
+        loaded = [(self._slots[number], number) for each, number in self._of_adapter.items() if each not in kept]
+        return [(not slot.is_drained, slot.last_used, number) for slot, number in loaded if not slot.num_rows]
+
+    def _begin(self, number: int) -> int:
+        """Evicts the adapter in a slot that no row uses, if there is one. A load into the slot begins."""
+        slot = self._slots[number]
+        assert not slot.num_rows
+        if slot.adapter is not None:
+            del self._of_adapter[slot.adapter]
+        slot.adapter, slot.is_loading, slot.is_drained = None, True, False
+        return number
+
+    def loaded(self, number: int, adapter: Adapter | None, keys: Iterable[RequestKey] = ()) -> None:
+        """The load into a slot ended; `adapter` is None if it failed or took too long. Requests with these keys waited
+        for it."""
         slot = self._slots[number]
         slot.is_loading, slot.adapter = False, adapter
         slot.last_used = slot.loaded = self._next_event()
         if adapter is not None:
             self._of_adapter[adapter] = number
-
-    def _begin(self, number: int) -> int:
-        slot = self._slots[number]
-        slot.is_loading, slot.is_drained = True, False
-        return number
+            self.owed |= dict.fromkeys(keys, adapter)
 
     def _next_event(self) -> int:
         self._num_events += 1

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_svc.core.kv_cache import VictimTables
-from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
 from scheduler_svc.core.running_batch import Batch
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequence import SequenceGroup
 
 _STEPS_AHEAD = 1
 """Number of steps after the one that admits a group for which every running group finds blocks to grow into. Otherwise
@@ -71,23 +70,20 @@ class Room:
     """Decides whether a waiting or swapped group may enter: counts the rows and blocks that it takes, and finds the
     groups that would have to leave for it."""
 
-    def __init__(
-        self, batch: Batch, swap_space: SwapSpace[Sequence], queues: Queues, reservations: Reservations, pins: Pins
-    ) -> None:
+    def __init__(self, batch: Batch, queues: Queues, reservations: Reservations, pins: Pins) -> None:
         self._batch = batch
-        self._swap_space = swap_space
         self._waiting, self._swapped, self._running = queues
         self._reservations = reservations
         self._pins = pins
         # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
-        self._futile: tuple[_Attempt, int] | None = None
+        self._futile: tuple[_Attempt | None, int] = None, 0
         # The number of blocks that the group looked at last takes, and the versions of its cached blocks.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
     @property
-    def is_empty(self) -> bool:
-        """Whether no group runs or is about to come from another replica."""
-        return not (len(self._running) or self._reservations[Kind.PROMISE])
+    def others_run(self) -> bool:
+        """Whether groups run, or are about to come from another replica."""
+        return bool(len(self._running) or self._reservations[Kind.PROMISE])
 
     def to_grow(self) -> int:
         """Blocks that the running groups take in the next steps."""
@@ -132,13 +128,13 @@ class Room:
         if self.lacks_rows(group):
             return False
         needed, reserve = self._blocks_needed(group, to_grow)
-        return self._batch.blocks.has_room(needed, reserve=reserve, alone=self.is_empty)
+        return self._batch.blocks.has_room(needed, reserve=reserve, others_run=self.others_run)
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether `make_way` would succeed. Changes nothing."""
         if self.has_room(group, to_grow):
             return True
-        if self.lacks_rows(group) or not self.is_empty:
+        if self.lacks_rows(group) or self.others_run:
             return False
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
@@ -181,12 +177,15 @@ class Room:
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]
         orders = tuple(each.order for each in candidates)
-        futile = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
+        attempt = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free
         if not all_leave:
             may_leave = rows.active & np.isin(rows.order, orders)
+            before, wanted_before = self._futile
+            # Blocks that the candidates took since then were free before.
+            was_futile = before == attempt and wanted >= wanted_before
             # Assumes that they share no block: mostly even that is too little.
-            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or self._was_futile(futile, wanted):
+            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or was_futile:
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
         tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
@@ -199,16 +198,8 @@ class Room:
                 return victims
         if all_leave and missing_rows <= 0:
             return victims
-        self._futile = futile, wanted
+        self._futile = attempt, wanted
         return []
-
-    def _was_futile(self, attempt: _Attempt, wanted: int) -> bool:
-        """Whether all candidates of a group were found to be too few, and no more room was made since: blocks that the
-        candidates took since then were free before."""
-        if self._futile is None:
-            return False
-        before, wanted_before = self._futile
-        return before == attempt and wanted >= wanted_before
 
     def _blocks_needed(self, group: SequenceGroup, to_grow: int) -> tuple[int, int]:
         """Free blocks that the group takes as it enters, and free blocks that must be left then for other groups."""
@@ -225,7 +216,8 @@ class Room:
         key, computing = group.request.key, group.computing
         versions = self._batch.blocks.versions(computing)
         if self._taken is None or self._taken[:2] != (key, versions):
-            count = self._swap_space.blocks_needed if key in self._swapped else self._batch.blocks.blocks_to_allocate
+            blocks = self._batch.blocks
+            count = blocks.blocks_to_swap_in if key in self._swapped else blocks.blocks_to_allocate
             self._taken = key, versions, count(computing)
         return self._taken[2]
 

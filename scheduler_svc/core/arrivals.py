@@ -1,4 +1,4 @@
-"""Requests and pins that come and go between plans, and needs of requests that the workers have prepared."""
+"""Requests and pins that come and go between plans, needs that the workers have prepared, and losses of the worker."""
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -9,7 +9,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
-from scheduler_svc.core.pins import Pin
+from scheduler_svc.core.pins import Pin, Pins
 from scheduler_svc.core.policy import check_queue
 from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import (
@@ -24,7 +24,7 @@ from scheduler_svc.core.request import (
     check_request,
 )
 from scheduler_svc.core.reservations import Kind
-from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.sequence import Milestone, Sequence, SequenceGroup
 from scheduler_svc.core.state import State
 from scheduler_svc.core.step import ClientEvents, RequestFailure
 
@@ -33,7 +33,8 @@ _MAX_EXPIRED, _MAX_EXPIRED_BLOCKS = 1024, 4096
 
 
 class Arrivals:
-    """Puts requests into the queues and ends them, with all that they hold."""
+    """Puts requests into the queues and ends them, with all that they hold. After a loss of the worker, forgets what it
+    computed, and ends requests that cause losses (see `fault_isolation`)."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -51,7 +52,8 @@ class Arrivals:
         check_request(request, state.config)
         check_queue(request, state.waiting, state.config)
         group = self.arrive(request, now)
-        state.batch.blocks.warm_hashes(group.computing[0])
+        # Hashes its blocks now, so that the step that admits it need not.
+        state.batch.blocks.num_cached(group.computing[0])
         if not state.trials.are_on:
             state.preparations.arrived(request, len(state.waiting))
 
@@ -71,9 +73,10 @@ class Arrivals:
         ending = [sequence for sequence in group.unfinished if sequence.index == index and not group.request.selects]
         if len(ending) == len(group.unfinished):
             return self.abort(key)
-        if any(sequence.row is not None and self._state.batch.rows.is_prefilling(sequence.row) for sequence in ending):
+        rows = self._state.batch.rows
+        if any(each.row is not None and rows.active[each.row] and rows.prefills[each.row] for each in ending):
             # The others may depend on blocks that it has yet to compute: a common start, or all of a prompt.
-            self._state.placement.requeue(group)
+            self._state.batch.requeue(group)
         self._end(ending)
         return True
 
@@ -102,7 +105,7 @@ class Arrivals:
         others: list[Sequence] = []
         for sequence in sequences:
             if sequence.status is SequenceStatus.SWAPPED:
-                self._state.swap_space.free(sequence)
+                self._state.batch.blocks.free_swapped(sequence)
                 sequence.status = SequenceStatus.FINISHED
             else:
                 others.append(sequence)
@@ -275,6 +278,78 @@ class Arrivals:
             events.setdefault(key.client, ClientEvents()).failed.append(RequestFailure(key, reason, message))
         return events
 
+    # Loss of the worker, and workers that are attached after it
+
+    def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
+        """The worker refused the oldest step in flight, for the reason `detail`. `void_in_flight` must follow.
+
+        Returns the failure of the request at fault, once that is known (see `fault_isolation`).
+        """
+        group = self._state.trials.refused(self._state.running)
+        if group is None:
+            return {}
+        message = f"the worker refused a step of only this request: {detail}"
+        return self.fail([group.request.key], message, reason="STEP_REFUSED")
+
+    def lose_in_flight(self, detail: str | None = None) -> None:
+        """The worker was lost for an unknown reason, or was dropped for the reason `detail`. `void_in_flight` must
+        follow, and `judge_loss` once a worker is attached again."""
+        state = self._state
+        needs = state.preparations.underway
+        if state.in_flight or needs:
+            state.trials.lost(state.running if state.in_flight else (), needs, state.batch.rows, detail)
+
+    def judge_loss(self, *, was_alive: bool) -> dict[ClientId, ClientEvents]:
+        """A worker was attached. The caller calls this before anything runs, with `was_alive` if it is the worker that
+        was lost, and it neither hung nor sent invalid answers.
+
+        Returns the failures of the request that causes the losses, or of the requests whose common need causes them,
+        once that is known.
+        """
+        fault = self._state.trials.attached(self._state.queues.is_live, was_alive=was_alive)
+        if fault is None:
+            return {}
+        at_fault, losses = fault.suspect, fault.losses
+        match at_fault:
+            case Constraint():
+                what, condition = "the constraint of this request was compiled", "while nothing else was done"
+            case Adapter():
+                what = f"the adapter of this request, {at_fault.name} from {at_fault.directory}, was loaded"
+                condition = "while nothing else was done"
+            case _:
+                what, condition = "this request ran", "at the same step, in which only it ran"
+        last = f"the last {losses.num_alone} times {condition}"
+        message = f"the worker was lost {losses.num} times in a row while {what}, {last}"
+        if fault.detail is not None:
+            message += f": {fault.detail}"
+        assert not isinstance(at_fault, MovedBlocks), "they are fetched once, whatever is lost meanwhile"
+        groups = self._state.groups()
+        is_request = isinstance(at_fault, RequestKey)
+        keys = [at_fault] if is_request else [each.request.key for each in groups if at_fault in each.request.needs]
+        return self.fail(keys, message, reason="WORKER_LOST")
+
+    def void_in_flight(self, now: float) -> None:
+        """The worker was lost: forgets all steps in flight, all computed tokens and all blocks.
+
+        Every group waits again in its place, and every pin that held blocks is computed again.
+        """
+        state = self._state
+        state.in_flight.clear()
+        state.waiting.release_all()
+        for group in state.waiting.all():
+            group.others_went_first = False
+        for queue in (state.running, state.swapped):
+            for group in queue.take_all():
+                group.timeline.note(Milestone.WORKER_LOST, now)
+                for sequence in group.unfinished:
+                    sequence.block_table, sequence.row = [], None
+                group.restart()
+                state.waiting.add(group)
+        pinned = [pin for pin in state.pins if pin.is_held]
+        state.make_pools()
+        for pin in pinned:
+            self.arrive(pin.request(), now)
+
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         """Workers were attached that have another pool or other limits. Called while nothing is in flight and no block
         is held, as after `void_in_flight`. Requests and pins stay. Returns the requests that do not fit any more; pins
@@ -284,7 +359,7 @@ class Arrivals:
         pins = list(state.pins)
         for pin in pins:
             self._unpin(pin)
-        state.config, state.pins = config, state.pins.of_other_pool(config)
+        state.config, state.pins = config, Pins(config, state.pins.num_made)
         state.make_pools()
         failures: list[RequestFailure] = []
         for group in state.waiting:

@@ -125,16 +125,10 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._stop_token_ids = stop_token_ids
         self._num_candidates = num_candidates(parameters.width, len(stop_token_ids))
-        # The scores of the beams that are not fillers. Empty when the search is over.
-        self._scores = [0.0]
+        self.scores = [0.0]
+        """The cumulative log probabilities of the live beams that are no fillers; empty when the search is over."""
         # Best first. Hypotheses leave it only for better ones.
         self._finished: list[Hypothesis] = []
-
-    @property
-    def scores(self) -> list[float]:
-        """The cumulative log probability of each live beam, fillers included; empty when the search is over."""
-        num_fillers = self._parameters.width - len(self._scores) if self._scores else 0
-        return self._scores + [_FILLER_LOGPROB] * num_fillers
 
     def best(self) -> list[Hypothesis]:
         """The finished hypotheses, best first: at most `width`, and exactly `width` when the search is over.
@@ -161,7 +155,7 @@ class BeamSearch:
         if self._is_over(surviving, length):
             self._end()
             return BeamStep((), finished)
-        self._scores = [each.cumulative_logprob for each in surviving]
+        self.scores = [each.cumulative_logprob for each in surviving]
         return BeamStep(self._filled(surviving), finished)
 
     def _next_length(self, candidates: SequenceOf[Candidates], outputs: SequenceOf[SequenceOf[int]]) -> int:
@@ -176,7 +170,7 @@ class BeamSearch:
     def _most_likely(self, candidates: SequenceOf[Candidates]) -> list[Continuation]:
         """The best of all beams' candidates, best first; the lower beam and then the earlier candidate win a tie."""
         # Each beam's candidates are in order already, so a merge looks at few of them.
-        beams = enumerate(zip(self._scores, candidates, strict=False))
+        beams = enumerate(zip(self.scores, candidates, strict=False))
         merged = heapq.merge(*(_rising_costs(parent, score, each) for parent, (score, each) in beams))
         return [
             Continuation(parent, token_id, place, -cost)
@@ -236,7 +230,7 @@ class BeamSearch:
     def _end(self) -> None:
         if not self._finished:
             raise NoCandidatesError("every candidate of every beam is banned, and no hypothesis is finished")
-        self._scores = []
+        self.scores = []
         self._finished += [self._finished[-1]] * (self._parameters.width - len(self._finished))
 
     def _divisor(self, length: int) -> float:

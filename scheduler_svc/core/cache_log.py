@@ -61,8 +61,9 @@ class CacheLog:
         # before and whose tokens became known.
         self._in_tier: dict[BlockHash, bool | None] = {}
         self._in_host: dict[BlockHash, bool | None] = {}
-        # Blocks whose tokens are not known, and blocks of `_stored` that `take` has returned before.
-        self._unread: set[BlockHash] = set()
+        self.unread: set[BlockHash] = set()
+        """Blocks whose tokens are not known."""
+        # Blocks of `_stored` that `take` has returned before.
         self._retold: set[BlockHash] = set()
 
     def stored(self, content: BlockHash, tokens: CachedTokens) -> None:
@@ -76,11 +77,11 @@ class CacheLog:
     def restored(self, content: BlockHash) -> None:
         """A block that an earlier scheduler sealed, or that came from elsewhere, is in the cache."""
         self._stored[content] = None
-        self._unread.add(content)
+        self.unread.add(content)
 
     def removed(self, content: BlockHash) -> None:
         """A block was handed out for other content."""
-        self._unread.discard(content)
+        self.unread.discard(content)
         is_new = content in self._stored and content not in self._retold
         self._stored.pop(content, None)
         self._retold.discard(content)
@@ -91,7 +92,7 @@ class CacheLog:
         """The pool is gone, and so is the knowledge about the tiers."""
         self._is_cleared = True
         self._removed, self._stored, self._retold, self._in_tier, self._in_host = {}, {}, set(), {}, {}
-        self._unread.clear()
+        self.unread.clear()
 
     def tier_changed(self, content: BlockHash, *, is_stored: bool) -> None:
         """A block came into the tier or left it."""
@@ -101,18 +102,9 @@ class CacheLog:
         """A block came into host memory or left it."""
         _note(self._in_host, content, is_stored=is_stored)
 
-    @property
-    def has_unread(self) -> bool:
-        """Whether there are blocks whose tokens are not known."""
-        return bool(self._unread)
-
-    def is_unread(self, content: BlockHash) -> bool:
-        """Whether the block's tokens are not known."""
-        return content in self._unread
-
     def read(self, content: BlockHash, tokens: CachedTokens) -> None:
         """A block's tokens are known now."""
-        self._unread.discard(content)
+        self.unread.discard(content)
         if content in self.tier:
             self._in_tier.setdefault(content, None)
         if content in self.host:

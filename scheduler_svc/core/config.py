@@ -1,9 +1,8 @@
 """The limits of one replica."""
 
 import enum
+import sys
 from dataclasses import dataclass
-
-from scheduler_svc.core.paging.scheduler import NEVER
 
 
 class PolicyKind(enum.Enum):
@@ -37,7 +36,7 @@ class SchedulerConfig:
     them. `max_prefill_share` is the share of a step's remaining tokens that a prompt takes while shorter prompts wait.
     With `prepares_constraints` the workers compile constraints on request, before rows need them. `max_adapters` is the
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
-    worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `drafts`). With
+    worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
     `caches_on_host` the host blocks also keep blocks that the pool evicts.
     """
 
@@ -64,7 +63,7 @@ class SchedulerConfig:
     fixed_tokens: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len"):
+        for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_passes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -72,11 +71,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence takes one token of a step"
             )
-        if self.num_host_blocks < 0:
-            raise ValueError(f"num_host_blocks is {self.num_host_blocks}, must not be negative")
-        if self.max_passes < 1:
-            raise ValueError(f"max_passes is {self.max_passes}, must be at least 1")
-        for name in ("max_adapters", "max_drafts", "fixed_tokens"):
+        for name in ("num_host_blocks", "max_adapters", "max_drafts", "fixed_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
         if not 0 <= self.watermark < 1:
@@ -90,7 +85,9 @@ class SchedulerConfig:
     @property
     def swaps_from(self) -> int:
         """The minimum number of sequences with which a preempted group is swapped, not computed again."""
-        return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: NEVER}[self.preemption_mode]
+        return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: sys.maxsize}[
+            self.preemption_mode
+        ]
 
     @property
     def max_len(self) -> int:

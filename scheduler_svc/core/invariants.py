@@ -103,7 +103,7 @@ def _check_sizes(scheduler: Scheduler) -> None:
             if queue is scheduler.running:
                 num_blocks = len(set(chain.from_iterable(each.block_table for each in group.unfinished)))
             elif queue is scheduler.swapped:
-                num_blocks = scheduler.swap_space.blocks_needed(group.computing)
+                num_blocks = blocks.blocks_to_swap_in(group.computing)
             else:
                 num_blocks = blocks.blocks_to_allocate(group.computing)
             if num_blocks > most:

@@ -13,11 +13,10 @@ from typing import Self
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import MoveCounts
-from scheduler_svc.core.paging.block_pool import BlockId, OutOfBlocksError
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import BlockTables
-from scheduler_svc.core.prefix_index import CachedStart, PrefixIndex
+from scheduler_svc.core.prefix_index import CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -67,20 +66,19 @@ class BlockManager(BlockTables[Sequence]):
     def save(self, block: BlockId) -> BlockId:
         return self.host.save(block, self.pool.hash_of(block))
 
-    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """Gives sequences without blocks the blocks for all their tokens. Returns for each sequence the number of
-        tokens that it need not compute: they are cached, or a sequence before it computes them.
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """Gives sequences blocks for all their tokens. Blocks that a sequence before it computes count as cached.
 
         Raises OutOfBlocksError.
         """
         if len(sequences) == 1:
             return super().allocate_slots(sequences)
         before: dict[BlockHash, BlockId] = {}
-        num_computed: list[int] = []
+        starts: list[tuple[int, int]] = []
         for sequence in sequences:
-            num_computed.append(self._allocate_one(sequence, self._shared(sequence, before)))
+            starts.append(self._allocate_one(sequence, self._shared(sequence, before)))
             before.update(zip(self._full(sequence), sequence.block_table, strict=False))
-        return num_computed
+        return starts
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises
@@ -171,13 +169,13 @@ class BlockManager(BlockTables[Sequence]):
         """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
         `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
         log = self.pool.log
-        if log is None or not (sealed or log.has_unread):
+        if log is None or not (sealed or log.unread):
             return
         fresh = {content for _, content in sealed}
         for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
             if content in fresh:
                 log.stored(content, self._cached_tokens(sequence, index))
-            elif log.is_unread(content):
+            elif content in log.unread:
                 log.read(content, self._cached_tokens(sequence, index))
 
     def _cached_tokens(self, sequence: Sequence, index: int) -> CachedTokens:
@@ -209,16 +207,6 @@ class BlockManager(BlockTables[Sequence]):
                     break
                 missing[content] = None
         return list(cached), list(missing)
-
-    def allocate_beside(self, cached: list[BlockId], count: int) -> list[BlockId]:
-        """Takes `count` free blocks, which workers may write before the next step, and adds references to the cached
-        ones. Cached content of the free blocks is lost. Raises OutOfBlocksError."""
-        self.pool.touch(cached)
-        try:
-            return self.pool.allocate(count)
-        except OutOfBlocksError:
-            self.pool.free(cached)
-            raise
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
@@ -271,11 +259,6 @@ class BlockManager(BlockTables[Sequence]):
         """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
         return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
 
-    def warm_hashes(self, sequence: Sequence) -> None:
-        """Hashes the blocks of an arriving sequence that `num_cached` looks at, so that the step that admits it need
-        not."""
-        self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL)
-
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
@@ -307,15 +290,15 @@ class VictimTables:
 
     def free(self, table: SequenceOf[BlockId]) -> int:
         """Blocks that become free with this table, after the earlier ones."""
-        pool = self._pool
-        freed = alone = pool.num_held_alone(table)
+        counts = self._pool.ref_counts_of(table)
+        freed = num_unshared = counts.count(1)
         if self._taken:
-            freed -= sum(block in self._taken and pool.ref_count(block) == 1 for block in table)
-        if alone < len(table):
-            for block in table:
-                if pool.ref_count(block) > 1:
+            freed -= sum(count == 1 and block in self._taken for block, count in zip(table, counts, strict=True))
+        if num_unshared < len(table):
+            for block, count in zip(table, counts, strict=True):
+                if count > 1:
                     self._num_freed[block] += 1
-                    freed += self._num_freed[block] == pool.ref_count(block) and block not in self._taken
+                    freed += self._num_freed[block] == count and block not in self._taken
         return freed
 
 

@@ -38,7 +38,7 @@ class Pace:
             self._step_s = now - max(step.planned, self._answered_at)
         self._answered_at, self._is_planned = now, False
 
-    def joins_beams(self, rows: RowTable) -> bool:
+    def beams_should_wait(self, rows: RowTable) -> bool:
         """Whether the beams that could run now wait for beams in flight. False if other rows could run: these do not
         wait, and the beams add little to their step."""
         return self._step_s >= _MIN_RATIO * self._planning_s and _are_beams_apart(rows)

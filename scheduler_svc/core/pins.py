@@ -88,7 +88,7 @@ class Pins:
         self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
         self._by_key: dict[RequestKey, Pin] = {}
-        self._num_made = num_made
+        self.num_made = num_made
         self._num_blocks = 0
         self._of_tenant: dict[str, Counter[BlockHash]] = {}
         """The blocks of each tenant's pins, held or not yet, with the number of the tenant's pins that have each block.
@@ -101,10 +101,6 @@ class Pins:
 
     def __iter__(self) -> Iterator[Pin]:
         return iter(self._pins.values())
-
-    def of_other_pool(self, config: SchedulerConfig) -> "Pins":
-        """An empty set of pins for a pool with these limits, which continues the numbering of handles."""
-        return Pins(config, self._num_made)
 
     def move_to(self, reservations: Reservations) -> None:
         """Reserves blocks in this table from now on. An earlier pool is gone, and no pin holds blocks."""
@@ -157,8 +153,8 @@ class Pins:
         self._check_quota(tenant, hashes)
         if pin is not None:
             self.remove(pin)
-        self._num_made += 1
-        key = RequestKey(PIN_CLIENT, Handle(self._num_made))
+        self.num_made += 1
+        key = RequestKey(PIN_CLIENT, Handle(self.num_made))
         whole, parts = token_ids[: num_blocks * self._block_size], min(num_blocks, _NUM_PARTS)
         pin = Pin(pin_id, tenant, adapter, whole, hashes, key, expires_at, time_to_live, parts, parts)
         self._pins[pin_id] = self._by_key[key] = pin

@@ -44,9 +44,8 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         """Plans the next step. Returns None if there is nothing to compute until a result or a request comes. If
         nothing is in flight, the step may have no rows and only tell the workers which blocks were sealed last.
 
-        Every row computes until it has caught up with its tokens: decodes first, one token each, then chunks of the
-        tokens that rows entered with, up to the token budget. Groups enter in the order of the policy, swapped ones
-        before the decodes and waiting ones after the chunks. No group enters in a step that preempts to free blocks.
+        `_plan` adds swapped groups that return, decodes and chunks of prompts, then `_admit` adds waiting groups. No
+        group enters in a step that preempts to free blocks.
         """
         state = self._state
         batch = state.batch
@@ -54,10 +53,10 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         if not self._may_plan():
             return None
         self._num_blocks_looked_up = 0
-        state.preparations.planning()
+        batch.adapters.entering(None)
         state.pace.planning(now)
         self.advance_queue()
-        if state.in_flight and state.pace.joins_beams(batch.rows) and not self._can_admit():
+        if state.in_flight and state.pace.beams_should_wait(batch.rows) and not self._can_admit():
             return None
         self._displace(now)
         has_preempted = self._plan(now)
@@ -91,6 +90,23 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         if state.preparations.suspect_is_next:
             state.preparations.begin_suspect()
 
+    def _begin_new(self, now: float) -> None:
+        """Releases requests that are held because they never ran, once the time of `Scheduler.hold_new` is over."""
+        state = self._state
+        if state.new_wait_until is not None and state.new_wait_until <= now:
+            held = list(filter(state.is_held_as_new, state.waiting.held_few(len(state.waiting))))
+            state.new_wait_until = None
+            for key in (group.request.key for group in held):
+                if not (state.batch.underway.is_known(key) or state.preparations.needed_by(key)):
+                    state.waiting.release(key)
+
+    def _requeue_passed(self, now: float) -> None:
+        """Groups that passed their trial wait until all other suspects were tried."""
+        state = self._state
+        for group in state.trials.take_passed(state.running, state.queues.is_live):
+            group.timeline.note(Milestone.RECOMPUTED, now)
+            state.batch.requeue(group)
+
     def _may_plan(self) -> bool:
         """Whether a step may be planned now, whatever it has to compute."""
         state = self._state
@@ -100,135 +116,10 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             return False
         return not state.preparations.has_suspect_underway
 
-    def _displace(self, now: float) -> None:
-        """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
-        state = self._state
-        if state.trials.are_on or not len(state.running) or (group := self.peek()) is None or group.request.is_offer:
-            return
-        lacks_rows = state.room.lacks_rows(group)
-        candidates = state.policy.displaced_by(group, state.running, state.batch, lacks_rows=lacks_rows)
-        if not candidates:
-            return
-        to_grow = state.room.to_grow()
-        if not state.room.fits(group, to_grow):
-            for victim in state.room.victims(group, candidates, to_grow)[:_MAX_DISPLACED]:
-                self.preempt(victim, now)
-            self.advance_queue()
-
-    def _victims(self) -> Iterator[SequenceGroup]:
-        return self._state.policy.victims(self._state.running)
-
-    def _give_way(self) -> bool:
-        # Pins end only for a group that runs by itself: it was accepted because it fits once no pin is left.
-        state = self._state
-        return state.batch.blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1)
-
-    def _make_way(self, group: SequenceGroup) -> bool:
-        return self._state.room.make_way(group, self._state.room.to_grow())
-
-    def _add_decodes(self) -> None:
-        state = self._state
-        may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
-        state.batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
-
-    def _add_prefills(self) -> None:
-        self._state.shares.add_prefills()
-
-    def _admit(self, now: float) -> Stop | None:
-        """Admits waiting groups until rows, blocks or the token budget run out, or until a swapped group is next: that
-        one comes back when the next step is planned. Offers run at another replica, and get a promise of room instead.
-        Returns what stopped the admission; None if no group is left."""
-        state = self._state
-        to_grow: int | None = None
-        for num_admitted in range(_MAX_ADMISSIONS):
-            if state.batch.draft.budget <= 0:
-                return Stop(Obstacle.TOKENS)
-            if num_admitted:
-                self.advance_queue()
-            group = self.peek()
-            if group is None and state.trials.are_on:
-                return Stop(Obstacle.SUSPECTS)
-            if group is None:
-                return Stop(Obstacle.NEXT_STEP) if state.waiting.has_next else None
-            key = group.request.key
-            if key not in state.waiting:
-                return Stop(Obstacle.SWAPPED_FIRST, key)
-            if to_grow is None:
-                to_grow = state.room.to_grow()
-            is_offer = group.request.is_offer
-            if not state.room.make_way(group, state.room.to_grow_for_long() if is_offer else to_grow):
-                return Stop(Obstacle.ROWS if state.room.lacks_rows(group) else Obstacle.BLOCKS, key)
-            if is_offer:
-                state.room.promise(group)
-                state.promised.append(key)
-                state.waiting.hold(key)
-                continue
-            growth = state.room.growth_of(group)
-            self._start(group, now)
-            # The growth of one sequence is known. Several sequences may share blocks: then all growth is counted again.
-            to_grow = to_grow + growth if len(group.unfinished) == 1 else None
-        return Stop(Obstacle.NEXT_STEP)
-
-    def _start(self, group: SequenceGroup, now: float) -> None:
-        state = self._state
-        group.source, group.has_been_passed = None, False
-        state.reservations.end(Kind.COMING, group.request.key)
-        is_new = group.cached_tokens is None
-        num_cached = state.placement.start(group, now)
-        self._num_blocks_looked_up += sum(count // state.config.block_size for count in num_cached)
-        if is_new:
-            state.num_prompt_tokens += len(group.request.prompt)
-            state.num_cached_tokens += group.cached_tokens or 0
-
     def _can_admit(self) -> bool:
         """Whether there is a group that would enter the batch now."""
-        group = self.peek()
+        group = self.next_group
         return group is not None and self._state.room.fits(group, self._state.room.to_grow())
-
-    def _find_next(self) -> SequenceGroup | None:
-        """Returns the next group that may enter the batch; None if there is none. On the way it releases groups whose
-        wait is over, holds groups that have to wait, and begins to fetch their blocks."""
-        state = self._state
-        for key in state.batch.underway.take_released():
-            state.waiting.release(key)
-        if state.trials.are_on:
-            if state.swapped.has_next:
-                group = state.swapped.first()
-            else:
-                group = None if state.in_flight else state.trials.next_of(state.waiting, state.running)
-            # Does not wait for its constraint: if compiling it kills the worker, the step of this request shows that.
-            return None if group is None or state.preparations.hold(group.request, may_compile=True) else group
-        while state.waiting.has_next or state.swapped.has_next:
-            if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
-                return None
-            group = state.policy.next_of(state.waiting, state.swapped)
-            queue = state.swapped if group.request.key in state.swapped else state.waiting
-            if (queue is state.waiting and state.is_held_as_new(group)) or state.preparations.hold(group.request):
-                queue.hold(group.request.key)
-                group.has_been_passed |= isinstance(state.preparations.needed_by(group.request.key), MovedBlocks)
-            elif queue is state.swapped or not self._hold(group):
-                return group
-        return None
-
-    def _hold(self, group: SequenceGroup) -> bool:
-        """Holds a waiting group if a row is computing enough of the blocks that it needs next, so that it can share
-        them. Returns whether it did. Groups behind it pass meanwhile. It never waits for a group behind it."""
-        batch = self._state.batch
-        if not batch.underway.has_any:
-            return False
-        batch.name_underway()
-        sequence, num_looked_up = group.computing[0], batch.blocks.num_looked_up
-        num_cached, hashes = batch.blocks.next_hashes(sequence, batch.underway.min_run)
-        row = batch.underway.row_of(hashes)
-        if row is None or batch.rows.order[row] > group.order:
-            return False
-        num_known = num_cached + len(hashes)
-        num_blocks = batch.num_in_common(row, sequence, num_known)
-        num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
-        self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
-        batch.underway.hold(group.request.key, row, num_blocks)
-        self._state.waiting.hold(group.request.key)
-        return True
 
     def _commit(self, now: float) -> StepPlan:
         """Finishes the step that was built. It is in flight from now on."""
@@ -255,26 +146,155 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         state.in_flight.append(step)
         return plan
 
+    # The next group
+
+    def _find_next(self) -> SequenceGroup | None:
+        """The next group that may enter the batch; None if there is none. On the way it releases groups whose wait is
+        over, holds groups that have to wait, and begins to fetch their blocks."""
+        state = self._state
+        for key in state.batch.underway.take_released():
+            state.waiting.release(key)
+        if state.trials.are_on:
+            return self._find_suspect()
+        while state.waiting.has_next or state.swapped.has_next:
+            if self._num_blocks_looked_up >= _MAX_BLOCKS_LOOKED_UP:
+                return None
+            group = state.policy.next_of(state.waiting, state.swapped)
+            key = group.request.key
+            queue = state.swapped if key in state.swapped else state.waiting
+            if (queue is state.waiting and state.is_held_as_new(group)) or state.preparations.hold(group.request):
+                queue.hold(key)
+                group.others_went_first |= isinstance(state.preparations.needed_by(key), MovedBlocks)
+            elif queue is state.swapped or not self._hold(group):
+                return group
+        return None
+
+    def _find_suspect(self) -> SequenceGroup | None:
+        state = self._state
+        if state.swapped.has_next:
+            group = state.swapped.first()
+        else:
+            group = None if state.in_flight else state.trials.next_of(state.waiting, state.running)
+        # Does not wait for its constraint: if compiling it kills the worker, the step of this request shows that.
+        return None if group is None or state.preparations.hold(group.request, may_compile=True) else group
+
+    def _hold(self, group: SequenceGroup) -> bool:
+        """Holds a waiting group if a row is computing enough of the blocks that it needs next, so that it can share
+        them. Returns whether it did. Groups behind it pass meanwhile. It never waits for a group behind it."""
+        batch = self._state.batch
+        if not batch.underway.has_any:
+            return False
+        batch.name_underway()
+        sequence, num_looked_up = group.computing[0], batch.blocks.num_looked_up
+        num_cached, hashes = batch.blocks.next_hashes(sequence, batch.underway.min_run)
+        row = batch.underway.row_of(hashes)
+        if row is None or batch.rows.order[row] > group.order:
+            return False
+        num_known = num_cached + len(hashes)
+        num_blocks = batch.num_in_common(row, sequence, num_known)
+        num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
+        self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
+        batch.underway.hold(group.request.key, row, num_blocks)
+        self._state.waiting.hold(group.request.key)
+        return True
+
+    # Room for it
+
+    def _displace(self, now: float) -> None:
+        """Preempts groups for the next one, if the policy allows it and if that makes enough room."""
+        state, group = self._state, self.next_group
+        if group is None or group.request.is_offer or state.trials.are_on or not len(state.running):
+            return
+        lacks_rows = state.room.lacks_rows(group)
+        candidates = state.policy.displaced_by(group, state.running, state.batch, lacks_rows=lacks_rows)
+        if candidates and not state.room.fits(group, to_grow := state.room.to_grow()):
+            for victim in state.room.victims(group, candidates, to_grow)[:_MAX_DISPLACED]:
+                self.preempt(victim, now)
+            self.advance_queue()
+
+    def _victims(self) -> Iterator[SequenceGroup]:
+        return self._state.policy.victims(self._state.running)
+
     def preempt(self, group: SequenceGroup, now: float) -> None:
-        self._state.num_swap_outs += self._state.placement.preempt(group, now)
+        is_swapped = self._state.batch.preempt(group)
+        group.timeline.note(Milestone.SWAPPED_OUT if is_swapped else Milestone.RECOMPUTED, now)
+        self._state.num_swap_outs += is_swapped
         self._state.num_preemptions += 1
 
-    def _requeue_passed(self, now: float) -> None:
-        """Groups that passed their trial wait until all other suspects were tried."""
-        state = self._state
-        for group in state.trials.take_passed(state.running, state.queues.is_live):
-            group.timeline.note(Milestone.RECOMPUTED, now)
-            state.placement.requeue(group)
+    def _resume(self, group: SequenceGroup, now: float) -> None:
+        group.timeline.run(now)
+        super()._resume(group, now)
 
-    def _begin_new(self, now: float) -> None:
-        """Releases requests that are held because they never ran, once the time of `Scheduler.hold_new` is over."""
+    def _give_way(self) -> bool:
+        # Pins end only for a group that runs by itself: it was accepted because it fits once no pin is left.
         state = self._state
-        if state.new_wait_until is not None and state.new_wait_until <= now:
-            held = list(filter(state.is_held_as_new, state.waiting.held_few(len(state.waiting))))
-            state.new_wait_until = None
-            for key in (group.request.key for group in held):
-                if not (state.batch.underway.is_known(key) or state.preparations.needed_by(key)):
-                    state.waiting.release(key)
+        return state.batch.blocks.reclaim() or state.room.give_way(may_end_pins=len(state.running) == 1)
+
+    def _make_way(self, group: SequenceGroup) -> bool:
+        return self._state.room.make_way(group, self._state.room.to_grow())
+
+    # The tokens of a step
+
+    def _add_decodes(self) -> None:
+        state = self._state
+        may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
+        state.batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
+
+    def _add_prefills(self) -> None:
+        self._state.shares.add_prefills()
+
+    def _admit(self, now: float) -> Stop | None:
+        """Admits waiting groups until rows, blocks or the token budget run out, or until a swapped group is next: that
+        one comes back when the next step is planned. Offers run at another replica, and get a promise of room instead.
+        Returns what stopped the admission; None if no group is left."""
+        state = self._state
+        to_grow: int | None = None
+        for num_admitted in range(_MAX_ADMISSIONS):
+            if state.batch.draft.budget <= 0:
+                return Stop(Obstacle.TOKENS)
+            if num_admitted:
+                self.advance_queue()
+            group = self.next_group
+            if group is None and state.trials.are_on:
+                return Stop(Obstacle.SUSPECTS)
+            if group is None:
+                return Stop(Obstacle.NEXT_STEP) if state.waiting.has_next else None
+            key = group.request.key
+            if key not in state.waiting:
+                return Stop(Obstacle.SWAPPED_FIRST, key)
+            if to_grow is None:
+                to_grow = state.room.to_grow()
+            is_offer = group.request.is_offer
+            if not state.room.make_way(group, state.room.to_grow_for_long() if is_offer else to_grow):
+                return Stop(Obstacle.ROWS if state.room.lacks_rows(group) else Obstacle.BLOCKS, key)
+            if is_offer:
+                state.room.promise(group)
+                state.promised.append(key)
+                state.waiting.hold(key)
+                continue
+            growth = state.room.growth_of(group)
+            self._start(group, now)
+            # The growth of one sequence is known. Several sequences may share blocks: then all growth is counted again.
+            to_grow = to_grow + growth if len(group.unfinished) == 1 else None
+        return Stop(Obstacle.NEXT_STEP)
+
+    def _start(self, group: SequenceGroup, now: float) -> None:
+        state = self._state
+        group.source, group.others_went_first = None, False
+        state.reservations.end(Kind.COMING, group.request.key)
+        group.timeline.run(now)
+        entered = state.batch.start(group)
+        self._num_blocks_looked_up += sum(num_cached // state.config.block_size for _, num_cached in entered)
+        if group.cached_tokens is None:
+            # Output that an earlier scheduler produced may be cached, too.
+            group.cached_tokens = min(entered[0][1], len(group.request.prompt))
+            state.num_prompt_tokens += len(group.request.prompt)
+            state.num_cached_tokens += group.cached_tokens
+        for row, _ in entered:
+            if state.batch.draft.budget:
+                state.shares.add_chunk(row)
+
+    # Results
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         """Applies the result of the oldest step in flight. Returns the events by client.
@@ -294,15 +314,15 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             num_right = np.maximum(result.num_tokens - result.num_passes, 0)
             state.draft_counts.add(num_right, result.num_drafts, result.num_passes)
         state.preparations.refused(result.refused)
-        sequences = state.batch.rows.sequences_in(step.rows) if state.trials.are_on else []
-        state.trials.answered(each.request.key for each in sequences if each is not None)
+        sampled = [state.batch.rows.sequences[int(row)] for row in step.rows] if state.trials.are_on else []
+        state.trials.answered(each.request.key for each in sampled if each is not None)
         results = Results(state.batch, state.running, now)
         results.apply(step, result)
         if results.further is not None:
             further_rows, counts = results.further
             state.policy.charge_drafts(state.batch.rows.tenant[further_rows], counts)
-        for group in results.ended:
+        for group in results.ended_groups:
             state.trials.ended(group.request.key)
             if group.request.key.client == PIN_CLIENT:
                 self._arrivals.complete_pin(group)
-        return results.events.by_client
+        return results.events

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.paging import sequence
-from scheduler_svc.core.paging.rows import Array
+from scheduler_svc.core.paging.batch import Array
+from scheduler_svc.core.paging.sequence import ORDER
 from scheduler_svc.core.request import MAX_PRIORITY, Request, RequestKey, check_shared_bound
 from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import SequenceGroup
@@ -36,9 +37,9 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         """Calls `on_new_first` with a tenant and an order when a group of this order becomes the tenant's first."""
         super().__init__()
         self._on_new_first = on_new_first
-        self._of_tenant: dict[str, list[int]] = {}
+        self._of_tenant: dict[str, list[SequenceGroup]] = {}
         self._tokens: dict[Hashable, int] = {}
-        self._held: set[int] = set()
+        self._held: dict[SequenceGroup, None] = {}
         self._tokens_of_tenant: Counter[str] = Counter()
         self._num_of_tenant: Counter[str] = Counter()
         self.num_tokens = 0
@@ -47,42 +48,37 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         """Number of times that a group was added or removed."""
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        orders = sorted((*self._orders, *self._held)) if self._held else self._orders
-        return (self._by_order[order] for order in orders)
-
-    def __reversed__(self) -> Iterator[SequenceGroup]:
-        assert not self._held
-        return (self._by_order[order] for order in reversed(self._orders))
+        return iter(sorted((*self._groups, *self._held), key=ORDER) if self._held else self._groups)
 
     def next_few(self, count: int) -> list[SequenceGroup]:
         """The first `count` groups that are not held."""
-        return [self._by_order[order] for order in self._orders[:count]]
+        return self._groups[:count]
 
     def held_few(self, count: int) -> list[SequenceGroup]:
         """At most `count` held groups, in no order."""
-        return [self._by_order[order] for order in itertools.islice(self._held, count)]
+        return list(itertools.islice(self._held, count))
 
     def is_held(self, key: RequestKey) -> bool:
-        return key in self._by_key and self._by_key[key].order in self._held
+        return self._by_key.get(key) in self._held
 
     def hold(self, key: RequestKey) -> None:
         """Holds a group. It must not be held already. Raises KeyError if it is not here."""
         group = self._by_key[key]
         self._take_out_of_order([group])
-        self._held.add(group.order)
+        self._held[group] = None
 
     def release(self, key: RequestKey) -> None:
         """Returns a held group to its place. Does nothing if it is not here or not held."""
         group = self._by_key.get(key)
-        if group is not None and group.order in self._held:
-            self._held.remove(group.order)
-            insort(self._orders, group.order)
+        if group is not None and group in self._held:
+            del self._held[group]
+            insort(self._groups, group, key=ORDER)
             self._add_to_tenant(group)
 
     def release_all(self) -> None:
         """Releases all held groups."""
-        for order in list(self._held):
-            self.release(self._by_order[order].request.key)
+        for group in list(self._held):
+            self.release(group.request.key)
 
     def all(self) -> list[SequenceGroup]:
         """All groups, in any order; safe in another thread than the one that changes the queue."""
@@ -106,19 +102,19 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
 
     def first_of(self, tenant: str) -> SequenceGroup:
         """The tenant's group with the lowest order."""
-        return self._by_order[self._of_tenant[tenant][0]]
+        return self._of_tenant[tenant][0]
 
     def last_of(self, tenant: str) -> SequenceGroup:
         """The tenant's group with the highest order."""
-        return self._by_order[self._of_tenant[tenant][-1]]
+        return self._of_tenant[tenant][-1]
 
     def newest_of(self, tenant: str) -> Iterator[SequenceGroup]:
         """The tenant's groups that are not held, the highest order first."""
-        return (self._by_order[order] for order in reversed(self._of_tenant.get(tenant, ())))
+        return reversed(self._of_tenant.get(tenant, ()))
 
     def newest_from(self, lowest: int) -> list[SequenceGroup]:
         """The groups with this order or a higher one that are not held, the highest first."""
-        return [self._by_order[order] for order in reversed(self._orders[bisect_left(self._orders, lowest) :])]
+        return self._groups[bisect_left(self._groups, lowest, key=ORDER) :][::-1]
 
     def add(self, group: SequenceGroup) -> None:
         """Adds a group that is not here."""
@@ -139,7 +135,7 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         """Removes groups. All must be here."""
         self._take_out_of_order(groups)
         for group in groups:
-            del self._by_key[group.key], self._by_order[group.order]
+            del self._by_key[group.key]
             tenant = group.request.tenant
             num_tokens = self._tokens.pop(group.key)
             self.num_tokens -= num_tokens
@@ -154,7 +150,7 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
     def take_all(self) -> list[SequenceGroup]:
         """Removes all groups and returns them, in order."""
         groups = list(self)
-        of_groups = (self._orders, self._by_order, self._by_key, self._tokens, self._held)
+        of_groups = (self._groups, self._by_key, self._tokens, self._held)
         for each in (*of_groups, self._of_tenant, self._tokens_of_tenant, self._num_of_tenant):
             each.clear()
         self.num_tokens = 0
@@ -162,32 +158,31 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         return groups
 
     def _add_to_tenant(self, group: SequenceGroup) -> None:
-        order, tenant = group.order, group.request.tenant
+        tenant = group.request.tenant
         own = self._of_tenant.setdefault(tenant, [])
-        insort(own, order)
-        if own[0] == order and self._on_new_first is not None:
-            self._on_new_first(tenant, order)
+        insort(own, group, key=ORDER)
+        if own[0] is group and self._on_new_first is not None:
+            self._on_new_first(tenant, group.order)
 
     def _take_out_of_order(self, groups: SequenceOf[SequenceGroup]) -> None:
         if len(groups) >= _MANY:
-            self._take_many_out_of_order(groups)
+            self._take_many_out_of_order(set(groups))
             return
         for group in groups:
-            if group.order in self._held:
-                self._held.remove(group.order)
+            if group in self._held:
+                del self._held[group]
                 continue
-            del self._orders[bisect_left(self._orders, group.order)]
+            del self._groups[bisect_left(self._groups, group.order, key=ORDER)]
             own = self._of_tenant[group.request.tenant]
-            del own[bisect_left(own, group.order)]
+            del own[bisect_left(own, group.order, key=ORDER)]
             if not own:
                 del self._of_tenant[group.request.tenant]
 
-    def _take_many_out_of_order(self, groups: SequenceOf[SequenceGroup]) -> None:
-        removed, tenants = {group.order for group in groups}, {group.request.tenant for group in groups}
-        self._held -= removed
-        self._orders = [order for order in self._orders if order not in removed]
-        for tenant in tenants & self._of_tenant.keys():
-            own = [order for order in self._of_tenant[tenant] if order not in removed]
+    def _take_many_out_of_order(self, groups: set[SequenceGroup]) -> None:
+        self._held = {group: None for group in self._held if group not in groups}
+        self._groups = [group for group in self._groups if group not in groups]
+        for tenant in {group.request.tenant for group in groups} & self._of_tenant.keys():
+            own = [group for group in self._of_tenant[tenant] if group not in groups]
             if own:
                 self._of_tenant[tenant] = own
             else:
@@ -257,7 +252,7 @@ class Policy:
 
     def next_of(self, *queues: GroupQueue) -> SequenceGroup:
         """The group of these queues that enters the batch next. One of them `has_next`."""
-        return min((queue.first() for queue in queues if queue.has_next), key=_order)
+        return min((queue.first() for queue in queues if queue.has_next), key=ORDER)
 
     def victims(self, running: GroupQueue) -> Iterator[SequenceGroup]:
         """The groups to preempt, one after the other. Each must leave the queue before the next is requested, and no
@@ -469,19 +464,7 @@ class FairPolicy(Policy):
 
 def _first_of(tenant: str, queues: SequenceOf[GroupQueue]) -> SequenceGroup:
     """The first of the tenant's groups that is not held."""
-    return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=_order)
+    return min((queue.first_of(tenant) for queue in queues if tenant in queue.tenants_with_next()), key=ORDER)
 
 
-def _order(group: SequenceGroup) -> int:
-    return group.order
-
-
-def make_policy(kind: PolicyKind) -> Policy:
-    """A new policy of this kind, without history."""
-    match kind:
-        case PolicyKind.FCFS:
-            return Policy()
-        case PolicyKind.PRIORITY:
-            return PriorityPolicy()
-        case PolicyKind.FAIR:
-            return FairPolicy()
+POLICIES = {PolicyKind.FCFS: Policy, PolicyKind.PRIORITY: PriorityPolicy, PolicyKind.FAIR: FairPolicy}

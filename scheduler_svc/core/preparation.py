@@ -16,7 +16,7 @@ is prepared by itself, while no step is in flight and no other need is prepared.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from quire.messages.prefix_hashes import BlockHash
@@ -46,83 +46,6 @@ class Preparation:
     arriving: Arriving | None = None
 
 
-class Constraints:
-    """The constraints that workers have compiled, the oldest first. Without `compiles` every constraint counts as
-    compiled: workers compile it when rows need it."""
-
-    def __init__(self, *, compiles: bool) -> None:
-        self._compiles = compiles
-        self._compiled: dict[Constraint, None] = {}
-
-    def is_ready(self, constraint: Constraint) -> bool:
-        """Whether the workers have compiled it."""
-        return not self._compiles or constraint in self._compiled
-
-    def compiled(self, constraint: Constraint) -> None:
-        """The workers have compiled it, and may have dropped the oldest one for it."""
-        self._compiled.pop(constraint, None)
-        self._compiled[constraint] = None
-        if len(self._compiled) > NUM_KEPT:
-            del self._compiled[next(iter(self._compiled))]
-
-    def dropped(self) -> None:
-        """The workers have dropped all of them."""
-        self._compiled.clear()
-
-
-class AdapterLoads:
-    """Slots for adapters to load, and the adapters that are not evicted for others.
-
-    Attributes:
-        owed: Requests that an adapter was loaded for, until a request with this adapter is next, and the adapters.
-    """
-
-    def __init__(self, slots: AdapterSlots) -> None:
-        self._slots = slots
-        self.owed: dict[RequestKey, Adapter] = {}
-        # The adapter of the latest group that was next in the current or last step.
-        self._next: Adapter | None = None
-
-    @property
-    def _kept(self) -> set[Adapter]:
-        """Adapters that are not evicted for another one."""
-        return {*self.owed.values(), *filter(None, (self._next,))}
-
-    def is_ready(self, adapter: Adapter) -> bool:
-        """Whether a request with the adapter may enter."""
-        return self._slots.is_ready(adapter)
-
-    def has_slot(self, adapter: Adapter) -> bool:
-        """Whether there is a slot for an adapter that a request needs now."""
-        return self._slots.may_take(adapter, self._kept)
-
-    def entering(self, adapter: Adapter | None) -> None:
-        """The request that is next has this adapter; None if it has none, or if a step's planning starts."""
-        self._next = adapter
-        self.owed = {key: owed for key, owed in self.owed.items() if owed != adapter}
-
-    def slot_for(self, adapter: Adapter, held: Collection[Need], stuck: set[type[Need]]) -> int | None:
-        """A slot for an adapter: an empty one, or, if a request that is next waits for it, an unused one. `held` are
-        the needs that such requests wait for. If no other adapter has a slot either, adds the kind to `stuck`."""
-        is_drained = self._slots.slot_of(adapter) is not None
-        if adapter not in held:
-            return None if is_drained else self._slots.take_empty()
-        if is_drained and any(isinstance(need, Adapter) and need != adapter for need in held):
-            # The slot was drained for one of the other adapters.
-            return None
-        slot = self._slots.take(adapter, self._kept)
-        if slot is None and not is_drained:
-            stuck.add(Adapter)
-        return slot
-
-    def loaded(self, slot: int, adapter: Adapter | None, keys: Iterable[RequestKey] = ()) -> None:
-        """The load into a slot ended; `adapter` is None if it failed or took too long. Requests with these keys waited
-        for it."""
-        self._slots.loaded(slot, adapter)
-        if adapter is not None:
-            self.owed |= dict.fromkeys(keys, adapter)
-
-
 class Preparations:
     """The needs that workers have prepared, and the needs to prepare next: one of each tenant in turn."""
 
@@ -136,11 +59,11 @@ class Preparations:
     ) -> None:
         """`make_room` reserves pool blocks, for the preparation with this number, for a request's blocks that can be
         fetched now, or returns the need that fetches them already; None if there are no such blocks, or no room for
-        them. `compiles` is explained at `Constraints`."""
-        self.trials = trials
-        self._make_room = make_room
-        self.adapters = AdapterLoads(adapters)
-        self._constraints = Constraints(compiles=compiles)
+        them. Without `compiles` every constraint counts as compiled: workers compile it when rows need it."""
+        self.adapters, self.trials = adapters, trials
+        self._make_room, self._compiles = make_room, compiles
+        # The constraints that the workers have compiled, the oldest first.
+        self._compiled: dict[Constraint, None] = {}
         self._underway: dict[int, Preparation] = {}
         self._wanted: OrderedDict[str, dict[Need, None]] = OrderedDict()
         # The need that each held request waits for, and the requests that wait for each need.
@@ -153,10 +76,6 @@ class Preparations:
         self._begun_alone: list[Preparation] = []
         # Preparations that took too long; their answers may still come.
         self._given_up: dict[int, Preparation] = {}
-
-    def planning(self) -> None:
-        """Starts the planning of a step."""
-        self.adapters.entering(None)
 
     def arrived(self, request: Request, num_waiting: int) -> None:
         """A request joined the queue. Begins to prepare its needs now, unless it will wait for long."""
@@ -290,7 +209,7 @@ class Preparations:
         if self.trials.is_suspect(need):
             if need not in self._held:
                 return None
-            if isinstance(need, Adapter) and not self.adapters.has_slot(need):
+            if isinstance(need, Adapter) and not self.adapters.may_take(need):
                 # Other needs proceed until it has a slot, which may take as long as a request runs.
                 self.adapters.slot_for(need, self._held, stuck)
                 return None
@@ -339,7 +258,7 @@ class Preparations:
             # Ignores an adapter that it loaded: the slot is another adapter's now, or empty.
             self.trials.prepared(late.need)
             if isinstance(late.need, Constraint):
-                self._constraints.compiled(late.need)
+                self._note_compiled(late.need)
                 return self._take_held(late.need)
             return []
         if number not in self._underway:
@@ -349,7 +268,7 @@ class Preparations:
         fails = failure is not None and not isinstance(need, MovedBlocks)
         keys = list(self._held.get(need, ()) if fails else self._take_held(need))
         if isinstance(need, Constraint):
-            self._constraints.compiled(need)
+            self._note_compiled(need)
         elif isinstance(need, Adapter) and slot is not None:
             self.adapters.loaded(slot, need if failure is None else None, keys)
         return keys
@@ -369,7 +288,14 @@ class Preparations:
         """The workers refused the sampling parameters of these rows. If a constraint failed, they drop all compiled
         ones, so all are prepared again when needed. Workers answer at once for a constraint that they still have."""
         if rows:
-            self._constraints.dropped()
+            self._compiled.clear()
+
+    def _note_compiled(self, constraint: Constraint) -> None:
+        """The workers have compiled it, and may have dropped the oldest one for it."""
+        self._compiled.pop(constraint, None)
+        self._compiled[constraint] = None
+        if len(self._compiled) > NUM_KEPT:
+            del self._compiled[next(iter(self._compiled))]
 
     def _take_held(self, need: Need) -> list[RequestKey]:
         keys = list(self._held.pop(need, ()))
@@ -383,7 +309,7 @@ class Preparations:
     def is_ready(self, need: Need) -> bool:
         """Whether the workers have prepared the need."""
         if isinstance(need, Constraint):
-            return self._constraints.is_ready(need)
+            return not self._compiles or need in self._compiled
         return isinstance(need, MovedBlocks) or self.adapters.is_ready(need)
 
     def _want(self, request: Request, need: Need) -> None:

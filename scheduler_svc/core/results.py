@@ -10,10 +10,10 @@ import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
-from scheduler_svc.core.paging.rows import Array
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.scheduler import append_tokens, end_sequences
 from scheduler_svc.core.policy import GroupQueue
-from scheduler_svc.core.request import ClientId, RequestKey
+from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.running_batch import Batch, RowTable
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step import (
@@ -141,13 +141,13 @@ def _check_logprobs(
 
 
 class Results:
-    """Applies one step's result; `events` collects the events for clients, `ended` the groups that finished."""
+    """Applies one step's result. `events` collects the events for clients, `ended_groups` the groups that finished."""
 
     def __init__(self, batch: Batch, running: GroupQueue, now: float) -> None:
         self._batch, self._running = batch, running
         self._now = now
-        self.ended: list[SequenceGroup] = []
-        self.events = EventLog()
+        self.ended_groups: list[SequenceGroup] = []
+        self.events: dict[ClientId, ClientEvents] = {}
         self.further: tuple[Array, Array] | None = None
         """Rows that got several tokens in this step, and their numbers of tokens beyond one that the sequences kept."""
 
@@ -234,17 +234,23 @@ class Results:
         if not plain.all():
             for row, token in zip(rows[~plain].tolist(), tokens[~plain].tolist(), strict=True):
                 if logprobs is not None and (columns := logprobs.of_sample(token)) is not None:
-                    hold_back(self._batch.sequence(row), columns)
+                    sequence = self._batch.sequence(row)
+                    sequence.cumulative_logprob += float(columns.chosen_logprobs[0])
+                    if sequence.request.sampling.logprobs is not None:
+                        sequence.held_back.append(columns)
             rows, offsets, tokens, token_ids = (each[plain] for each in (rows, offsets, tokens, token_ids))
-        self.events.tokens(
-            table.client[rows],
-            table.handle[rows],
-            table.index[rows],
-            offsets,
-            token_ids,
-            tokens,
-            logprobs,
-        )
+        clients = table.client[rows]
+        for client in sorted(set(clients.tolist())):
+            own = clients == client
+            events = self._of(ClientId(client))
+            if logprobs is not None:
+                places, columns = logprobs.of(tokens[own])
+                events.with_logprobs += (places + len(events.token_ids)).tolist()
+                events.logprobs.append(columns)
+            events.handles += table.handle[rows[own]].tolist()
+            events.sequence_indices += table.index[rows[own]].tolist()
+            events.offsets += offsets[own].tolist()
+            events.token_ids += token_ids[own].tolist()
 
     def _apply_other(self, row: int, result: StepResult) -> None:
         """Applies the result of a row that failed, or that belongs to a beam search."""
@@ -252,9 +258,9 @@ class Results:
         # Rows that were released before this step are dropped already. Another row of the group may have failed in it.
         if sequence is None:
             return
-        failure = _failure_of(sequence.request.key, row, result)
-        if failure is not None:
-            self._fail(failure)
+        if (message := result.failures.get(row)) is not None:
+            reason = "INVALID_SAMPLING" if row in result.refused else "NON_FINITE_LOGITS"
+            self._fail(RequestFailure(sequence.request.key, reason, message))
         else:
             self._collect(sequence, result.candidates[row])
 
@@ -303,10 +309,11 @@ class Results:
             reason = sequence.end_reason()
             if reason is not None:
                 sequence.finish_reason = reason
-                self.events.sequence_end(sequence, reason)
                 ending.append(sequence)
+                if not sequence.request.selects:
+                    self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index))
         if ending:
-            self.end_groups(end_sequences(self._batch, self._running, ending))
+            self._end_groups(end_sequences(self._batch, self._running, ending))
 
     def _collect(self, sequence: Sequence, candidates: Candidates) -> None:
         """Collects one beam's candidates, and continues the search once all beams have theirs."""
@@ -325,7 +332,7 @@ class Results:
                 return
             if not group.beams.beams:
                 self._batch.end(group.unfinished)
-                self.end_groups([group])
+                self._end_groups([group])
 
     def _advance(self, beams: BeamGroup) -> None:
         """Advances a search by one step; all its beams have their candidates. `beams` is empty when it is over.
@@ -379,77 +386,18 @@ class Results:
     def _fail(self, failure: RequestFailure) -> None:
         group = self._running.remove(failure.key)
         self._batch.end(group.unfinished)
-        self.ended.append(group)
-        self.events.request_failure(failure)
+        self.ended_groups.append(group)
+        self._of(failure.key.client).failed.append(failure)
 
-    def end_groups(self, groups: SequenceOf[SequenceGroup]) -> None:
+    def _end_groups(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Completes groups whose sequences have all given back their rows and blocks."""
         for group in groups:
             group.timeline.last_token = self._now
-            self.events.request_end(group)
+            self._tell_end(group)
         self._running.remove_all(groups)
-        self.ended += groups
+        self.ended_groups += groups
 
-
-def _failure_of(key: RequestKey, row: int, result: StepResult) -> RequestFailure | None:
-    message = result.failures.get(row)
-    if message is None:
-        return None
-    if row in result.refused:
-        return RequestFailure(key, reason="INVALID_SAMPLING", message=message)
-    return RequestFailure(key, reason="NON_FINITE_LOGITS", message=message)
-
-
-def _logprobs_of(sequence: Sequence, candidates: Candidates, place: int) -> LogprobColumns | None:
-    """The log probabilities of a beam's candidate, if the request wants them."""
-    num_top = sequence.request.sampling.logprobs
-    if num_top is None:
-        return None
-    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
-    return LogprobColumns(
-        np.array([candidates.logprobs[place]], np.float32),
-        np.array([place + 1], np.int32),
-        np.array([len(token_ids)], np.int32),
-        np.array(token_ids, np.int32),
-        np.array(logprobs, np.float32),
-    )
-
-
-class EventLog:
-    """The events of one step, by client."""
-
-    def __init__(self) -> None:
-        self.by_client: dict[ClientId, ClientEvents] = {}
-
-    def tokens(
-        self,
-        clients: Array,
-        handles: Array,
-        indices: Array,
-        offsets: Array,
-        token_ids: Array,
-        samples: Array,
-        logprobs: SampleLogprobs | None,
-    ) -> None:
-        """Adds tokens that are delivered at once. int64[n] each; `samples` are their indices in the step."""
-        for client in sorted(set(clients.tolist())):
-            own = clients == client
-            events = self._of(ClientId(client))
-            if logprobs is not None:
-                places, columns = logprobs.of(samples[own])
-                events.with_logprobs += (places + len(events.token_ids)).tolist()
-                events.logprobs.append(columns)
-            events.handles += handles[own].tolist()
-            events.sequence_indices += indices[own].tolist()
-            events.offsets += offsets[own].tolist()
-            events.token_ids += token_ids[own].tolist()
-
-    def sequence_end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Adds the end of a sequence, unless `request_end` reports it because sequences are selected at the end."""
-        if not sequence.request.selects:
-            self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index, reason))
-
-    def request_end(self, group: SequenceGroup) -> None:
+    def _tell_end(self, group: SequenceGroup) -> None:
         """Adds the end of a request, and first the sequences that were held back until the selection."""
         if group.beams is not None:
             self._deliver_hypotheses(group, group.beams)
@@ -458,17 +406,12 @@ class EventLog:
         key = group.request.key
         self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
 
-    def request_failure(self, failure: RequestFailure) -> None:
-        self._of(failure.key.client).failed.append(failure)
-
     def _deliver_best(self, group: SequenceGroup) -> None:
         """Delivers the sequences with the highest mean log probability, best first."""
         best_first = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
         for index, sequence in enumerate(best_first[: group.request.num_returned]):
             self._deliver(group, index, sequence.output, sequence.held_back)
-            assert sequence.finish_reason is not None
-            end = _sequence_end(sequence, index, sequence.finish_reason)
-            self._of(group.request.key.client).finished.append(end)
+            self._of(group.request.key.client).finished.append(_sequence_end(sequence, index))
 
     def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
         """Delivers the hypotheses of the search, best first."""
@@ -499,21 +442,29 @@ class EventLog:
         events.token_ids += output
 
     def _of(self, client: ClientId) -> ClientEvents:
-        events = self.by_client.get(client)
-        if events is None:
-            events = self.by_client[client] = ClientEvents()
-        return events
+        if client not in self.events:
+            self.events[client] = ClientEvents()
+        return self.events[client]
 
 
-def hold_back(sequence: Sequence, logprobs: LogprobColumns) -> None:
-    """Keeps the log probabilities of the newest token of a sequence that may or may not be selected at the end."""
-    sequence.cumulative_logprob += float(logprobs.chosen_logprobs[0])
-    if sequence.request.sampling.logprobs is not None:
-        sequence.held_back.append(logprobs)
+def _logprobs_of(sequence: Sequence, candidates: Candidates, place: int) -> LogprobColumns | None:
+    """The log probabilities of a beam's candidate, if the request wants them."""
+    num_top = sequence.request.sampling.logprobs
+    if num_top is None:
+        return None
+    token_ids, logprobs = candidates.token_ids[:num_top], candidates.logprobs[:num_top]
+    return LogprobColumns(
+        np.array([candidates.logprobs[place]], np.float32),
+        np.array([place + 1], np.int32),
+        np.array([len(token_ids)], np.int32),
+        np.array(token_ids, np.int32),
+        np.array(logprobs, np.float32),
+    )
 
 
-def _sequence_end(sequence: Sequence, index: int, reason: FinishReason) -> SequenceEnd:
-    request, token_ids = sequence.request, sequence.token_ids
+def _sequence_end(sequence: Sequence, index: int) -> SequenceEnd:
+    request, token_ids, reason = sequence.request, sequence.token_ids, sequence.finish_reason
+    assert reason is not None
     stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
     cumulative_logprob = sequence.cumulative_logprob if request.selects else None
     num_tokens = len(token_ids) - len(request.prompt)

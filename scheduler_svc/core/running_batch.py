@@ -7,7 +7,7 @@ hundreds of sequences well under a millisecond.
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 import numpy as np
@@ -15,17 +15,17 @@ import numpy as np
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.draft_budget import DraftBudget
 from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
-from scheduler_svc.core.paging import batch, rows
+from scheduler_svc.core.paging import batch
+from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import HostBlocks
-from scheduler_svc.core.paging.rows import Array, Flags, Numbers
+from scheduler_svc.core.paging.sequence import Queues
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import RowAssignment, StepPlan
 
 
-class RowTable(rows.RowTable[Sequence]):
+class RowTable(batch.RowTable[Sequence]):
     """The rows with what their requests want and may cost.
 
     `num_computed` counts drafts of steps in flight as if all were right: up to `num_unsure` fewer tokens are computed.
@@ -65,13 +65,13 @@ class RowTable(rows.RowTable[Sequence]):
         row, request = super().occupy(sequence, order), sequence.request
         self.client[row], self.handle[row], self.index[row] = request.key.client, request.key.handle, sequence.index
         self.tenant[row], self.num_prompt[row] = request.tenant, len(request.prompt)
-        self.num_emitted[row] = sequence.num_emitted_tokens
+        self.num_emitted[row] = len(request.emitted[sequence.index].token_ids) if request.emitted else 0
         self.is_plain[row] = not request.selects
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.num_logprobs[row] = request.sampling.logprobs or 0
         self.num_dependent += sequence.is_dependent
         if request.adapter is not None:
-            self._adapters.enter(request.adapter)
+            self._adapters.use(request.adapter, 1)
         return row
 
     def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int) -> None:
@@ -85,10 +85,6 @@ class RowTable(rows.RowTable[Sequence]):
         self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
-
-    def is_prefilling(self, row: int) -> bool:
-        """Whether the row still has chunks to compute of the tokens that it entered with."""
-        return bool(self.active[row] and self.prefills[row])
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
         """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
@@ -106,7 +102,7 @@ class RowTable(rows.RowTable[Sequence]):
             assert sequence is not None, "a free row is released"
             self.num_dependent -= sequence.is_dependent
             if sequence.request.adapter is not None:
-                self._adapters.leave(sequence.request.adapter)
+                self._adapters.use(sequence.request.adapter, -1)
         super().release(rows)
 
 
@@ -175,14 +171,71 @@ def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: i
     return start
 
 
-class Batch(batch.Batch[Sequence]):
+_MAX_PROBABILITY = 0.9
+"""Assumed upper bound of the probability that a draft is right."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Results of drafts so far: samples that had drafts, all their drafts, and the number of right drafts by their
+    place after the sample."""
+
+    num_samples: int = 0
+    num_drafts: int = 0
+    right_at: list[int] = field(default_factory=list[int])
+
+    def add(self, num_right: Array, num_drafts: Array, num_passes: int) -> None:
+        """Counts a step's verified drafts, by sample. If the model ran several times in the step, each run counts an
+        equal part of the right drafts."""
+        self.num_samples += int(np.count_nonzero(num_drafts))
+        self.num_drafts += int(num_drafts.sum())
+        longest = -(-int(num_right.max()) // num_passes)
+        self.right_at += [0] * (longest - len(self.right_at))
+        for place in range(longest):
+            self.right_at[place] += int(np.clip(num_right - place * num_passes, 0, num_passes).sum())
+
+
+class DraftBudget:
+    """The drafts that rows may have in the next step. The worker guesses tokens and verifies the guesses that pay. They
+    need blocks and a share of the step, so the scheduler limits them: a step of n decodes takes as long as f + n
+    tokens, where f is the cost of reading the weights. Drafts that are right with a probability below n / (f + n) do
+    not pay, and none are allowed if that bound is nearly 1.
+
+    Args:
+        max_drafts: maximum drafts of one row, each time the model runs.
+        fixed_tokens: fixed cost of a step, without its tokens, as a number of tokens.
+    """
+
+    def __init__(self, max_num_rows: int, max_drafts: int, fixed_tokens: int) -> None:
+        self._max_drafts = max_drafts
+        self._fixed_tokens = fixed_tokens
+        self.had_some = np.ones(max_num_rows, np.bool_)
+        """Which rows had drafts in their last step, or have had no step yet. bool[rows]."""
+
+    def enter(self, row: int) -> None:
+        """Another sequence occupies the row."""
+        self.had_some[row] = True
+
+    def of(self, rows: Array, max_passes: int) -> Array:
+        """The number of drafts that each of these rows may have if all decode in one step. int64[n]. A row that had
+        none in its last step gets drafts for one run of the model only."""
+        if len(rows) > _MAX_PROBABILITY * (self._fixed_tokens + len(rows)):
+            return np.zeros(len(rows), np.int64)
+        return self._max_drafts * np.where(self.had_some[rows], max_passes, 1)
+
+    def answered(self, rows: Array, num_drafts: Array) -> None:
+        """Records the number of verified drafts of each of these rows."""
+        self.had_some[rows] = num_drafts > 0
+
+
+class Batch(batch.Batch[Sequence, SequenceGroup]):
     """Rows, GPU blocks, adapter slots, the next step in `draft`, and the full blocks that rows are computing in
     `underway`."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, queues: Queues[SequenceGroup]) -> None:
         adapters = AdapterSlots(config.max_adapters)
         rows, draft = RowTable(config.max_num_seqs, adapters), StepDraft(config.max_num_batched_tokens)
-        super().__init__(blocks, rows, draft)
+        super().__init__(blocks, rows, draft, queues, config.swaps_from)
         self.blocks, self.rows, self.draft = blocks, rows, draft
         self.adapters = adapters
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
@@ -191,12 +244,11 @@ class Batch(batch.Batch[Sequence]):
 
     # Rows
 
-    def enter(self, sequence: Sequence, order: int, num_computed: int, num_sealed: int = 0) -> int:
-        """Puts a sequence that has its blocks, the first `num_sealed` of them sealed, into a row. Returns the row."""
-        row = super().enter(sequence, order, num_computed)
-        self.rows.num_sealed[row] = num_sealed
+    def enter(self, sequence: Sequence, order: int, num_computed: int, num_cached_blocks: int) -> int:
+        row = super().enter(sequence, order, num_computed, num_cached_blocks)
+        self.rows.num_sealed[row] = num_cached_blocks
         self.drafts.enter(row)
-        if self.underway.is_worth_it(self._num_full(row) - num_sealed):
+        if self.underway.is_worth_it(self._num_full(row) - num_cached_blocks):
             self.underway.expect(row)
         return row
 
@@ -311,14 +363,14 @@ class Batch(batch.Batch[Sequence]):
             # Later steps are planned before this one is over. Drafts that may not come must not reduce the number of
             # model runs in those steps, for the other rows even less.
             kept_back = np.full(len(rows), 2 * self._max_passes)
-            if len(rows) == 1 and self.drafts.had_some(rows).all():
+            if len(rows) == 1 and self.drafts.had_some[rows].all():
                 kept_back = (room - further) // 2
             drafts = np.minimum(self.drafts.of(rows, further + 1), np.maximum(room - further - kept_back, 0))
             growths.insert(0, further + np.minimum(drafts, share - further))
         for growth in growths:
             slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]
             num_blocks = np.maximum(-(-slots // self._block_size), 0)
-            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, alone=False):
+            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, others_run=True):
                 self._append_blocks(rows.repeat(num_blocks))
                 return growth, further + 1
         return None, 1

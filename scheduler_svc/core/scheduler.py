@@ -5,12 +5,12 @@ Several steps may be in flight: planning counts tokens that are still to come, a
 ended costs one wasted row-step. Only rows whose next token the scheduler itself chooses (beam search) wait for their
 result.
 
-`arrivals` puts requests into the queues and ends them, `planner` plans steps and applies their results, `losses`
-handles the loss of a worker; all of them work on one `state`. `policy` says which group is next, `admission` whether
-there is room for it and how prompts share a step, `placement` moves it into the batch and out of it, `batch` keeps rows
-and builds the step, `kv_cache` keeps blocks, `results` interprets step results, `pace` says when beam searches wait for
-each other, `preparation` knows which constraints are compiled and which adapters are loaded, and `fault_isolation`
-finds requests that make steps fail.
+`arrivals` puts requests into the queues and ends them, `planner` plans steps and applies their results; both work on
+one `state`, and `arrivals` also handles losses of the worker. `policy` says which group is next, `admission` whether
+there is room for it and how prompts share a step, `running_batch` moves groups into rows and out of them and builds the
+step, `kv_cache` keeps blocks, `results` interprets step results, `pace` says when beam searches wait for each other,
+`preparation` knows which constraints are compiled and which adapters are loaded, and `fault_isolation` finds requests
+that make steps fail.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,6 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
-from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.planner import Planner
@@ -44,9 +43,8 @@ class Scheduler(State):
         self.give_up_preparation = arrivals.give_up_preparation
         self.planner = planner = Planner(self, arrivals)
         self.schedule, self.apply = planner.schedule, planner.apply
-        self.losses = losses = Losses(self, arrivals)
-        self.refuse_in_flight, self.lose_in_flight = losses.refuse_in_flight, losses.lose_in_flight
-        self.judge_loss, self.void_in_flight = losses.judge_loss, losses.void_in_flight
+        self.refuse_in_flight, self.lose_in_flight = arrivals.refuse_in_flight, arrivals.lose_in_flight
+        self.judge_loss, self.void_in_flight = arrivals.judge_loss, arrivals.void_in_flight
 
     def hold_new(self, now: float, seconds: float) -> None:
         """Keeps requests that never ran from starting for `seconds`: another replica may take them."""

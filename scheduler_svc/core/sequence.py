@@ -64,12 +64,6 @@ class Sequence(paging.Sequence):
         )
 
     @property
-    def num_emitted_tokens(self) -> int:
-        """Tokens of its output that an earlier scheduler produced."""
-        emitted = self.request.emitted
-        return len(emitted[self.index].token_ids) if emitted else 0
-
-    @property
     def output(self) -> list[int]:
         return self.token_ids[len(self.request.prompt) :]
 
@@ -141,8 +135,8 @@ class SequenceGroup(paging.SequenceGroup[Sequence]):
     """All sequences of one `Request`.
 
     `cached_tokens` are the prompt tokens that the prefix cache had when the group first ran, None before. `source` is
-    where its blocks can be fetched, until that is tried or the group runs. `has_been_passed` if other groups went first
-    while its blocks were fetched, until it runs. `beams` is set if the sequences are the beams of a search.
+    where its blocks can be fetched, until that is tried or the group runs. `others_went_first` while its blocks were
+    fetched, until it runs. `beams` is set if the sequences are the beams of a search.
     """
 
     request: Request
@@ -150,7 +144,7 @@ class SequenceGroup(paging.SequenceGroup[Sequence]):
     beams: BeamGroup | None = None
     cached_tokens: int | None = None
     source: KvSource | None = None
-    has_been_passed: bool = False
+    others_went_first: bool = False
 
     @classmethod
     def of(cls, request: Request, order: int, block_size: int, now: float) -> Self:

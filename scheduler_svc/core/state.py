@@ -8,22 +8,19 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Room, Stop, TokenShares
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.block_tables import SwapSpace
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
-from scheduler_svc.core.placement import Placement
-from scheduler_svc.core.policy import GroupQueue, Queues, make_policy
+from scheduler_svc.core.policy import POLICIES, GroupQueue, Queues
+from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
-from scheduler_svc.core.running_batch import Batch
+from scheduler_svc.core.running_batch import Batch, DraftCounts
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
@@ -43,7 +40,7 @@ class State:
         """`make_blocks` makes an empty pool, at the start and after each loss of a worker."""
         self.config = config
         self._make_blocks = make_blocks
-        self.policy = make_policy(config.policy)
+        self.policy = POLICIES[config.policy]()
         new_first = self.policy.new_first
         self.queues = Queues(waiting=GroupQueue(new_first), swapped=GroupQueue(new_first), running=GroupQueue())
         self.waiting, self.swapped, self.running = self.queues
@@ -66,7 +63,7 @@ class State:
     def make_pools(self) -> None:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
-        self.batch = Batch(config, self._make_blocks(config))
+        self.batch = Batch(config, self._make_blocks(config), self.queues)
         self.batch.blocks.host = HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host)
         self.reservations = Reservations(self.batch.blocks.pool)
         self.pins.move_to(self.reservations)
@@ -79,10 +76,8 @@ class State:
         if self._cache_log is not None:
             self._cache_log.cleared()
             self.set_cache_log(self._cache_log)
-        self.swap_space = SwapSpace(self.batch.blocks)
-        self.room = Room(self.batch, self.swap_space, self.queues, self.reservations, self.pins)
+        self.room = Room(self.batch, self.queues, self.reservations, self.pins)
         self.shares = TokenShares(self.batch, self.queues, config.max_prefill_share)
-        self.placement = Placement(self.batch, self.swap_space, self.shares, self.queues, config.swaps_from)
         self.pace = Pace()
         self.num_attached_steps = 0
 
@@ -151,11 +146,11 @@ class Fetches:
             return None
         if group.source is None:
             # Groups that pass may take the room and evict fetched blocks: waits for them once, then computes the rest.
-            return self._make_room_from_tier(group, number) if len(state.tier) and not group.has_been_passed else None
+            return self._make_room_from_tier(group, number) if len(state.tier) and not group.others_went_first else None
         cached, hashes = blocks.missing_hashes(group.computing)
         num_free = len(hashes) + blocks.pool.num_free_of(cached)
         source = group.source
-        if hashes and not blocks.has_room(num_free, reserve=state.room.to_grow(), alone=state.room.is_empty):
+        if hashes and not blocks.has_room(num_free, reserve=state.room.to_grow(), others_run=state.room.others_run):
             self._without_room().add(key)
             return None
         group.source = None
@@ -171,7 +166,7 @@ class Fetches:
             return others
         while not state.room.has_room(group, state.room.to_grow()):
             # Blocks kept for others do not give way for blocks that can be computed.
-            if not (state.room.is_empty and blocks.reclaim()):
+            if state.room.others_run or not blocks.reclaim():
                 self._without_room().add(group.request.key)
                 return None
         return self._arriving(number, None, cached, hashes)
@@ -186,8 +181,11 @@ class Fetches:
     def _arriving(
         self, number: int, source: KvSource | None, cached: list[BlockId], hashes: list[BlockHash]
     ) -> Arriving:
-        """Reserves blocks for these hashes, and the cached ones."""
-        taken = self._state.batch.blocks.allocate_beside(cached, len(hashes))
+        """Reserves blocks for these hashes, which workers may write before the next step, and the cached ones. Cached
+        content of the new blocks is lost."""
+        pool = self._state.batch.blocks.pool
+        pool.touch(cached)
+        taken = pool.allocate(len(hashes))
         self._state.reservations.add(Kind.FETCH, number, taken)
         self._state.reservations.add(Kind.FETCH_START, number, cached)
         return Arriving(source, tuple(taken), tuple(hashes))

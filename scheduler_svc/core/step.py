@@ -11,8 +11,8 @@ from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.paging import batch
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Handle, RequestKey, RowSampling
 from scheduler_svc.core.sequence import FinishReason
 

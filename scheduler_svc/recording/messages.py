@@ -19,8 +19,8 @@ from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from scheduler_svc.core.moves import KvSource
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.step import SampleLogprobs, StepInFlight, StepPlan, StepResult
 

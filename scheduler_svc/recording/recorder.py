@@ -310,8 +310,8 @@ class RecordedScheduler:
         token_rows = messages.token_rows(step, result)
         if token_rows is not None:
             rows += token_rows[self._stops.holds(result.token_ids)].tolist()
-        sequences = self._core.batch.rows.sequences_in(np.array(rows, np.int64))
-        return {row: each.request.stop_token_ids for row, each in zip(rows, sequences, strict=True) if each is not None}
+        sequences = self._core.batch.rows.sequences
+        return {row: each.request.stop_token_ids for row in rows if (each := sequences[row]) is not None}
 
 
 def _describe(describe: Callable[[T | None], Operation], outcome: T | None, raised: str) -> Operation:

@@ -18,7 +18,6 @@ from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
 from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.kv_cache import BlockManager
-from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.planner import Planner
@@ -397,7 +396,7 @@ class _CoreUnpickler(pickle.Unpickler):
 
 def _method(owner: object, name: str) -> object:
     """A method that a core refers to: a public one of its parts, or the one that makes its pools."""
-    is_of_part = isinstance(owner, Arrivals | Planner | Losses | Fetches | Policy) and not name.startswith("_")
+    is_of_part = isinstance(owner, Arrivals | Planner | Fetches | Policy) and not name.startswith("_")
     if is_of_part or (owner is BlockManager and name == "of"):
         return getattr(owner, name)
     raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

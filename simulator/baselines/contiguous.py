@@ -132,7 +132,7 @@ class ContiguousBlocks(BlockManager):
         self._num_versions += 1
         return [self._num_versions]
 
-    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
+    def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
         """Whether `num_blocks` blocks are free. None need be left: running sequences never outgrow their regions."""
         return num_blocks <= self.pool.num_free
 
@@ -150,7 +150,7 @@ class ContiguousBlocks(BlockManager):
 
     # Regions
 
-    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
         request = sequences[0].request
         if request.key not in self._of_request:
             pieces = self._reserve(request)
@@ -160,7 +160,7 @@ class ContiguousBlocks(BlockManager):
             self._count(request, len(pieces))
         for sequence in sequences:
             self._place(sequence)
-        return [0] * len(sequences)
+        return [(0, 0)] * len(sequences)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child moves into a separate region, with a copy of all that the parent has computed."""

@@ -27,11 +27,11 @@ class RequestLevelBatches(ContiguousBlocks):
         self._batch: list[Sequence] = []
         self._over: list[Sequence] = []
 
-    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
+    def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
         has_run = any(sequence.num_output_tokens for sequence in self._batch)
-        return not has_run and super().has_room(num_blocks, reserve=reserve, alone=alone)
+        return not has_run and super().has_room(num_blocks, reserve=reserve, others_run=others_run)
 
-    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[int]:
+    def allocate_slots(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
         request = sequences[0].request
         if request.num_sequences > 1:
             raise ValueError(f"a request has {request.num_sequences} sequences; batches take requests of one")

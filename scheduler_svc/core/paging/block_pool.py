@@ -24,10 +24,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    @property
-    def num_used(self) -> int:
-        return self.num_blocks - self.num_free
-
     def ref_count(self, block: BlockId) -> int:
         """How many block tables hold this block."""
         return self._ref_counts[block]

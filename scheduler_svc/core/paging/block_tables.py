@@ -2,10 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Generic, NamedTuple
+from typing import Generic
 
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
 from scheduler_svc.core.paging.sequence import S
@@ -35,38 +34,25 @@ class HostBlocks:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        # Pool block by host block, and host block by pool block.
-        self._out: dict[BlockId, BlockId] = {}
-        self._in: dict[BlockId, BlockId] = {}
+        self.saving: dict[BlockId, BlockId] = {}  # pool block by host block
+        self.loading: list[tuple[BlockId, BlockId]] = []  # host block, held until the step is planned, and pool block
 
     @property
     def has_copies(self) -> bool:
         """Whether the next step copies blocks."""
-        return bool(self._out or self._in)
-
-    @property
-    def loading(self) -> list[BlockId]:
-        """The host blocks that the next step copies back, each with a reference for that."""
-        return list(self._in.values())
-
-    def copy_out(self, block: BlockId, host: BlockId) -> None:
-        """Copies a block of the pool to a host block, instead of the copy that the next step would make to it."""
-        self._out[host] = block
+        return bool(self.saving or self.loading)
 
     def load(self, host: BlockId, block: BlockId) -> None:
         """Copies a block to the pool. The caller may free the host block from now on."""
         self.pool.touch((host,))
-        self._in[block] = host
+        self.loading.append((host, block))
 
     def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
         """The copies of a finished step: pairs (pool block, host block), and pairs (host block, pool block)."""
-        if not self.has_copies:
-            return [], []
-        out = [(block, host) for host, block in self._out.items()]
-        back = [(host, block) for block, host in self._in.items()]
+        out, back = [(block, host) for host, block in self.saving.items()], self.loading
         # The first blocks of a prefix count as the most recently used.
-        self.pool.free(self.loading)
-        self._out, self._in = {}, {}
+        self.pool.free([host for host, _ in back])
+        self.saving, self.loading = {}, []
         return out, back
 
 
@@ -86,10 +72,10 @@ class BlockTables(Generic[S]):
         """Blocks that hold this many tokens."""
         return self.layers.blocks_needed(num_tokens)
 
-    def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
-        """Whether a group that takes this many free blocks may start and leave `reserve` free, or at least the
-        watermark. If it would run `alone`, these protect no other group."""
-        return num_blocks + (0 if alone else max(reserve, self._watermark_blocks)) <= self.pool.num_free
+    def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
+        """Whether a group that takes this many free blocks may start. If `others_run`, it must leave `reserve` blocks
+        free for them, and at least the watermark."""
+        return num_blocks + (max(reserve, self._watermark_blocks) if others_run else 0) <= self.pool.num_free
 
     def cached(self, sequence: S) -> list[BlockId]:
         """The blocks of the pool that have the content of the sequence's first blocks."""
@@ -110,24 +96,25 @@ class BlockTables(Generic[S]):
     def save(self, block: BlockId) -> BlockId:
         """Copies a block to the host. Returns the host block, with a reference."""
         (host,) = self.host.pool.allocate(1)
-        self.host.copy_out(block, host)
+        self.host.saving[host] = block
         return host
 
     def blocks_to_allocate(self, sequences: SequenceOf[S]) -> int:
         """Free blocks that `allocate_slots` takes."""
         return sum(self.blocks_for(sequence.num_tokens) for sequence in sequences)
 
-    def allocate_slots(self, sequences: SequenceOf[S]) -> list[int]:
-        """Gives sequences blocks for all their tokens. Returns how many tokens each need not compute."""
+    def allocate_slots(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
+        """Gives sequences blocks for all their tokens. Returns for each the number of tokens that it need not compute,
+        and the number of its first blocks that are cached ones."""
         return [self._allocate_one(sequence, self.cached(sequence)) for sequence in sequences]
 
-    def _allocate_one(self, sequence: S, shared: list[BlockId]) -> int:
+    def _allocate_one(self, sequence: S, shared: list[BlockId]) -> tuple[int, int]:
         assert not sequence.block_table, "the sequence has blocks already"
         shared = shared[: self.layers.hit_length(shared)]
         self.reuse(sequence, shared)
         shared = self.more_cached(sequence, shared)
         sequence.block_table = [*shared, *self.take(self.blocks_for(sequence.num_tokens) - len(shared))]
-        return len(shared) * self.block_size
+        return len(shared) * self.block_size, len(shared)
 
     def fork(self, parent: S, child: S) -> None:
         """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
@@ -156,88 +143,63 @@ class BlockTables(Generic[S]):
         """`free` for finished sequences. An implementation may free some of them later."""
         self.free(*sequences)
 
-
-class _Return(NamedTuple):
-    """The table of one sequence after its swap in: cached blocks, copies of host blocks, new blocks."""
-
-    hits: list[BlockId]
-    from_host: list[BlockId]
-    num_new: int
-    num_computed: int  # tokens
-
-
-class SwapSpace(Generic[S]):
-    """Groups whose blocks are in host memory (the paper's section 4.5). A block that several sequences of a group share
-    moves once, and they share it again when they are back."""
-
-    def __init__(self, blocks: BlockTables[S]) -> None:
-        self._blocks = blocks
-
     def can_swap_out(self, sequences: SequenceOf[S]) -> bool:
         """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
-        return len(_distinct(self._kept(sequence) for sequence in sequences)) <= self._blocks.host.pool.num_free
+        return len({block for each in sequences for block in self._kept(each)}) <= self.host.pool.num_free
 
     def swap_out(self, sequences: SequenceOf[S]) -> None:
-        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks."""
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. A block
+        that several sequences share moves once, and they share it again when they are back."""
         host_of: dict[BlockId, BlockId] = {}
         for sequence in sequences:
             kept = self._kept(sequence)
-            self._blocks.host.pool.touch([host_of[block] for block in kept if block in host_of])
+            self.host.pool.touch([host_of[block] for block in kept if block in host_of])
             for block in kept:
                 if block not in host_of:
-                    host_of[block] = self._blocks.save(block)
-            self._blocks.free(sequence)
+                    host_of[block] = self.save(block)
+            self.free(sequence)
             sequence.block_table = [host_of[block] for block in kept]
 
-    def blocks_needed(self, sequences: SequenceOf[S]) -> int:
+    def blocks_to_swap_in(self, sequences: SequenceOf[S]) -> int:
         """Free blocks that `swap_in` takes, and blocks that the sequences then copy before they write again."""
-        returns = [self._return(sequence) for sequence in sequences]
-        free_hits = self._blocks.pool.num_free_of([*_distinct(each.hits for each in returns)])
-        taken = len(_distinct(each.from_host for each in returns)) + sum(each.num_new for each in returns)
-        return free_hits + taken + self._num_copies(returns)
+        num_new, hits = 0, set[BlockId]()
+        holders, writers = Counter[BlockId](), Counter[BlockId]()
+        for sequence in sequences:
+            cached = self.cached(sequence)
+            from_host = sequence.block_table[len(cached) :]
+            num_new += self.blocks_for(sequence.num_tokens) - len(cached) - len(from_host)
+            hits.update(cached)
+            holders.update(from_host)
+            tail = max(sequence.num_swapped_tokens // self.block_size - len(cached), 0)
+            writers.update(from_host[tail : tail + 1])
+        # The last holder of a block writes in place.
+        num_copies = sum(min(count, holders[block] - 1) for block, count in writers.items())
+        return self.pool.num_free_of([*hits]) + len(holders) + num_new + num_copies
 
     def swap_in(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
-        """Gives the sequences GPU blocks for all their tokens. Returns how many tokens of each are computed, and how
-        many of its first blocks are cached ones."""
-        returns = [self._return(sequence) for sequence in sequences]
-        for sequence, each in zip(sequences, returns, strict=True):
-            self._blocks.reuse(sequence, each.hits)
+        """Gives the sequences GPU blocks for all their tokens. Returns as `allocate_slots` does."""
+        hits = [self.cached(sequence) for sequence in sequences]
+        for sequence, cached in zip(sequences, hits, strict=True):
+            self.reuse(sequence, cached)
         gpu_of: dict[BlockId, BlockId] = {}
-        for sequence, each in zip(sequences, returns, strict=True):
-            self._blocks.pool.touch([gpu_of[block] for block in each.from_host if block in gpu_of])
-            moved = [block for block in each.from_host if block not in gpu_of]
-            for host, block in zip(moved, self._blocks.take(len(moved)), strict=True):
-                self._blocks.host.load(host, block)
+        starts: list[tuple[int, int]] = []
+        for sequence, cached in zip(sequences, hits, strict=True):
+            from_host = sequence.block_table[len(cached) :]
+            self.pool.touch([gpu_of[block] for block in from_host if block in gpu_of])
+            moved = [block for block in from_host if block not in gpu_of]
+            for host, block in zip(moved, self.take(len(moved)), strict=True):
+                self.host.load(host, block)
                 gpu_of[host] = block
-            self.free(sequence)
-            back = [gpu_of[block] for block in each.from_host]
-            sequence.block_table = [*each.hits, *back, *self._blocks.take(each.num_new)]
-        return [(each.num_computed, len(each.hits)) for each in returns]
+            self.free_swapped(sequence)
+            known = [*cached, *(gpu_of[block] for block in from_host)]
+            sequence.block_table = [*known, *self.take(self.blocks_for(sequence.num_tokens) - len(known))]
+            starts.append((max(sequence.num_swapped_tokens, len(cached) * self.block_size), len(cached)))
+        return starts
 
-    def free(self, sequence: S) -> None:
+    def free_swapped(self, sequence: S) -> None:
         """Frees the host blocks of a sequence."""
-        self._blocks.host.pool.free(sequence.block_table)
+        self.host.pool.free(sequence.block_table)
         sequence.block_table = []
 
-    def _num_copies(self, returns: SequenceOf[_Return]) -> int:
-        """Copies that the writers of shared blocks make: the last holder of each writes in place."""
-        holders, writers = Counter[BlockId](), Counter[BlockId]()
-        for each in returns:
-            holders.update(each.from_host)
-            tail = each.num_computed // self._blocks.block_size - len(each.hits)
-            writers.update(each.from_host[tail : tail + 1])
-        return sum(min(count, holders[block] - 1) for block, count in writers.items())
-
     def _kept(self, sequence: S) -> list[BlockId]:
-        return sequence.block_table[: self._blocks.blocks_for(sequence.num_swapped_tokens)]
-
-    def _return(self, sequence: S) -> _Return:
-        hits = self._blocks.cached(sequence)
-        from_host = sequence.block_table[len(hits) :]
-        num_new = self._blocks.blocks_for(sequence.num_tokens) - len(hits) - len(from_host)
-        num_computed = max(sequence.num_swapped_tokens, len(hits) * self._blocks.block_size)
-        return _Return(hits, from_host, num_new, num_computed)
-
-
-def _distinct(tables: Iterable[SequenceOf[BlockId]]) -> set[BlockId]:
-    return {block for table in tables for block in table}
+        return sequence.block_table[: self.blocks_for(sequence.num_swapped_tokens)]

@@ -4,6 +4,7 @@ import enum
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -84,14 +85,14 @@ class SequenceGroup(Generic[S]):
 
 
 G = TypeVar("G", bound=SequenceGroup[Any])
+ORDER = attrgetter("order")
 
 
 class GroupQueue(Generic[G]):
     """Groups by their `order`, lowest first. Searching costs O(log n)."""
 
     def __init__(self) -> None:
-        self._orders: list[int] = []
-        self._by_order: dict[int, G] = {}
+        self._groups: list[G] = []
         self._by_key: dict[Hashable, G] = {}
 
     def __len__(self) -> int:
@@ -103,7 +104,7 @@ class GroupQueue(Generic[G]):
     @property
     def has_next(self) -> bool:
         """Whether `first` and `last` have a group."""
-        return bool(self._orders)
+        return bool(self._groups)
 
     def get(self, key: Hashable) -> G:
         """The group with this key. Raises KeyError if it is not here."""
@@ -111,19 +112,23 @@ class GroupQueue(Generic[G]):
 
     def first(self) -> G:
         """The group with the lowest order."""
-        return self._by_order[self._orders[0]]
+        return self._groups[0]
 
     def last(self) -> G:
         """The group with the highest order."""
-        return self._by_order[self._orders[-1]]
+        return self._groups[-1]
 
     def add(self, group: G) -> None:
         """Adds a group that is not here."""
-        insort(self._orders, group.order)
-        self._by_order[group.order] = self._by_key[group.key] = group
+        insort(self._groups, group, key=ORDER)
+        self._by_key[group.key] = group
 
     def remove(self, key: Hashable) -> G:
         """Removes a group and returns it. Raises KeyError if it is not here."""
         group = self._by_key.pop(key)
-        del self._by_order[group.order], self._orders[bisect_left(self._orders, group.order)]
+        del self._groups[bisect_left(self._groups, group.order, key=ORDER)]
         return group
+
+
+Queues = tuple[GroupQueue[G], GroupQueue[G], GroupQueue[G]]
+"""The waiting, the swapped and the running groups."""

@@ -19,10 +19,9 @@ from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
-from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Arriving, Lease
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.policy import PREFILL_WEIGHT, SAMPLE_WEIGHT, TURN, FairPolicy, GroupQueue
@@ -77,12 +76,11 @@ _LOOKED_AT = 8
 _CHECKED = {
     "arrivals": (
         *("submit", "abort", "abort_sequence", "pin", "expire_pins", "hand_over", "refit", "take_preparations"),
-        *("prepared", "_enqueue"),
+        *("prepared", "_enqueue", "lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
     ),
     "planner": (
         *("schedule", "apply", "preempt", "_start", "_requeue_passed", "_hold", "_preempt_for_decodes", "_displace"),
     ),
-    "losses": ("lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
 }
 """The calls of each part of the core that go through a check of the same name."""
 
@@ -176,15 +174,15 @@ class CheckedScheduler(Scheduler):
 
     def make_pools(self) -> None:
         super().make_pools()
-        requeue, victims, take_slot = self.placement.requeue, self.room.victims, self.batch.adapters.take
+        requeue, victims, take_slot = self.batch.requeue, self.room.victims, self.batch.adapters.take
         fits = self.room.fits
         grow, self._adapter_use = self.batch._growth_of, AdapterUse(self.batch.adapters)
         self._had_drafts: dict[tuple[int, int], bool] = {}
         self._decode_s, self._num_sealed = 0.0, np.zeros(self.config.max_num_seqs, np.int64)
         self._goes_on = np.full(self.config.max_num_seqs, -1)
         """The incarnation of each row whose sequence came back with all computed but its newest token."""
-        self.placement.start = self._with_room(self.placement.start, comes_back=False)
-        self.placement.swap_in = self._with_room(self.placement.swap_in, comes_back=True)
+        self.batch.start = self._with_room(self.batch.start, comes_back=False)
+        self.batch.swap_in = self._with_room(self.batch.swap_in, comes_back=True)
 
         def leave(group: SequenceGroup) -> None:
             if self._fairness is not None:
@@ -214,10 +212,11 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} finds room, and does not enter"))
             return does_fit
 
-        def take(adapter: Adapter, kept: set[Adapter]) -> int | None:
-            before, owed = self.batch.adapters.num_rows(), {*self.preparations.adapters.owed.values()}
+        def take(adapter: Adapter) -> int | None:
+            kept = self.batch.adapters.kept
+            before, owed = self.batch.adapters.num_rows(), {*self.batch.adapters.owed.values()}
             drained = self._adapter_use.drained()
-            slot = take_slot(adapter, kept)
+            slot = take_slot(adapter)
             if (wrong := self._adapter_use.wrong_choice(before, drained, kept)) is not None and adapter not in before:
                 self._report(AssertionError(wrong))
             if owed & before.keys() - self.batch.adapters.num_rows().keys() - {adapter}:
@@ -276,15 +275,15 @@ class CheckedScheduler(Scheduler):
         self.room.give_way, self.fetches.forget_failed = end_first, forget
         self.room.promise = keep
         self.shares.add_chunk = add
-        self.placement.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
+        self.batch.requeue, self.room.victims, self.batch.adapters.take = leave, note, take
         self.batch._growth_of, self.room.fits = grow_beside, fits_beside
 
     def _with_room(self, enter: F, *, comes_back: bool) -> F:
         """Who enters beside others leaves room for their next tokens, and for those of the step that it comes back in,
         and rows for those that are to come from elsewhere. Nobody enters with an adapter that is to leave its slot."""
 
-        def call(group: SequenceGroup, now: float) -> Any:
-            batch, alone = self.batch, self.room.is_empty
+        def call(group: SequenceGroup) -> Any:
+            batch, alone = self.batch, not self.room.others_run
             reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
             if self._has_preempted:
                 self._report(AssertionError(f"{group.request.request_id} enters in a step that preempts others"))
@@ -295,7 +294,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError(f"{group.request.request_id} enters with an adapter that makes way"))
             num_free, needed = batch.blocks.pool.num_free, self.room._blocks_taken(group)
             self._entered[group.request.key] = {each.index: each.num_tokens for each in group.unfinished}
-            done = enter(group, now)
+            done = enter(group)
             for each in group.computing if comes_back else ():
                 if each.row is not None and each.num_output_tokens and batch.rows.num_uncomputed(each.row) == 1:
                     self._goes_on[each.row] = batch.rows.incarnation[each.row]
@@ -373,7 +372,7 @@ class CheckedScheduler(Scheduler):
         pays = len(rows) <= _LIKELY * (fixed + len(rows))
         had_some = [self._had_drafts.get((row, int(self.batch.rows.incarnation[row])), True) for row in rows.tolist()]
         draws = ~self.batch.rows.dependent[rows]
-        if most and (np.array(had_some) != self.batch.drafts.had_some(rows))[draws].any():
+        if most and (np.array(had_some) != self.batch.drafts.had_some[rows])[draws].any():
             self._report(AssertionError("it is not known which rows had drafts lately"))
         drafts = growth - (num_passes - 1)
         bound = most * np.where(had_some, num_passes, 1) if pays else 0
@@ -407,7 +406,7 @@ class CheckedScheduler(Scheduler):
             taken = self.batch.blocks.blocks_to_allocate(group.computing)
             return taken, self._growth() + self._first_growth(group)
         to_decode = self._needed_now()
-        return self.swap_space.blocks_needed(group.computing) + to_decode, self._growth() - to_decode
+        return self.batch.blocks.blocks_to_swap_in(group.computing) + to_decode, self._growth() - to_decode
 
     def _counter(self, tenant: str) -> int:
         """What the policy `fair` says that a tenant got."""
@@ -476,7 +475,8 @@ class CheckedScheduler(Scheduler):
             short.append((first.order, first.num_tokens_to_compute))
         most = max(1, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
         for row, count in chunks.items():
-            length, order = count + (rows.num_uncomputed(row) if rows.is_prefilling(row) else 0), int(rows.order[row])
+            is_prefilling = rows.active[row] and rows.prefills[row]
+            length, order = count + (rows.num_uncomputed(row) if is_prefilling else 0), int(rows.order[row])
             is_long = count > most and row not in entered
             if is_long and any(behind > order and shorter < length for behind, shorter in short):
                 name = self.batch.sequence(row).request.request_id
@@ -620,7 +620,7 @@ class CheckedScheduler(Scheduler):
             [group for group in self.running if group.beams is not None] if self.batch.rows.num_dependent else []
         )
         if self.trials.are_on and step is not None:
-            sequences = self.batch.rows.sequences_in(step.rows)
+            sequences = [self.batch.rows.sequences[row] for row in step.rows.tolist()]
             self._num_answered.update({each.request.key for each in sequences if each is not None})
         applied, running = (
             self.tally.applying(self, result),
@@ -679,7 +679,8 @@ class CheckedScheduler(Scheduler):
             return lambda: None
         step, table = self.in_flight[0], self.batch.rows
         rows = step.rows[(table.incarnation[step.rows] == step.incarnations) & ~table.dependent[step.rows]]
-        grow = [(each, each.num_tokens) for each in table.sequences_in(rows) if each is not None]
+        sequences = [table.sequences[row] for row in rows.tolist()]
+        grow = [(each, each.num_tokens) for each in sequences if each is not None]
         before = {each.request.tenant: self._counter(each.request.tenant) for each, _ in grow}
 
         def check() -> None:
@@ -727,7 +728,7 @@ class CheckedScheduler(Scheduler):
         return events
 
     def lose_in_flight(self, detail: str | None = None) -> None:
-        Losses.lose_in_flight(self.losses, detail)
+        Arrivals.lose_in_flight(self.arrivals, detail)
         self._had_answered = self._has_answered
         if not self.in_flight and (loss := self.trials._loss) is not None and loss.progress:
             self._report(AssertionError("a loss without a step in flight counts for requests"))
@@ -737,7 +738,7 @@ class CheckedScheduler(Scheduler):
         nobody is at fault before it was tried alone."""
         loss, has_answered, before = self.trials._loss, self._had_answered, dict(self.trials._losses)
         self._num_answered.clear()
-        events = Losses.judge_loss(self.losses, was_alive=was_alive)
+        events = Arrivals.judge_loss(self.arrivals, was_alive=was_alive)
         self._has_answered = False
         if loss is not None and not loss.needs and not (was_alive and has_answered):
             counted = self.trials._losses
@@ -762,7 +763,7 @@ class CheckedScheduler(Scheduler):
     def refuse_in_flight(self, detail: str) -> dict[ClientId, ClientEvents]:
         # It would be planned again, and perhaps not refused then.
         self._report(AssertionError(f"a worker refuses a step: {detail}"))
-        return Losses.refuse_in_flight(self.losses, detail)
+        return Arrivals.refuse_in_flight(self.arrivals, detail)
 
     def _requeue_passed(self, now: float) -> None:
         before, num_running = self.trials._suspects, len(self.running)
@@ -788,7 +789,7 @@ class CheckedScheduler(Scheduler):
         if self._fairness is not None:
             for group in (*self.running, *self.swapped):
                 self._fairness.leaves(group)
-        Losses.void_in_flight(self.losses, now)
+        Arrivals.void_in_flight(self.arrivals, now)
         self._compiled.clear()
         self._check()
 
@@ -967,7 +968,7 @@ class CheckedScheduler(Scheduler):
                 self._report(AssertionError("a request displaces one whose turn is not over"))
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
-        is_all = len(displaced) < planner._MAX_DISPLACED and not self.room.is_empty
+        is_all = len(displaced) < planner._MAX_DISPLACED and self.room.others_run
         if is_all and not self.room.fits(entering, self.room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 

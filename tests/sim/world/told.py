@@ -76,7 +76,7 @@ def watched_log(log: CacheLog, scheduler: Scheduler, names: Names) -> CacheLog:
         unread.intersection_update(told)
         unread.difference_update(content for content, each in changes.stored.items() if each is not None)
         unread.update(content for content, each in changes.stored.items() if each is None)
-        if log._unread - told:
+        if log.unread - told:
             report(AssertionError("it waits for tokens of blocks that are gone"))
         if unread and any(name in unread for table in _taken(scheduler) for name in pool.hashes_of(table)):
             report(AssertionError("a request uses a block whose tokens watchers are not told"))

@@ -155,7 +155,7 @@ def test_each_step_says_what_limited_it() -> None:
 
 def test_a_block_manager_that_never_has_room_is_an_error() -> None:
     class NoRoom(BlockManager):
-        def has_room(self, num_blocks: int, *, reserve: int, alone: bool) -> bool:
+        def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
             return False
 
     with pytest.raises(StuckError, match="1 requests are left"):

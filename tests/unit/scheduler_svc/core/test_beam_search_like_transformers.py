@@ -93,7 +93,9 @@ def make_candidates(line: Sequence[float], case: Case) -> Candidates:
 def assert_step(
     step: BeamStep, beams: BeamSearch, candidates: Sequence[Candidates], outputs: Sequence[Sequence[int]]
 ) -> None:
-    assert [each.cumulative_logprob for each in step.continuations] == beams.scores == sorted(beams.scores)[::-1]
+    logprobs, num_scores = [each.cumulative_logprob for each in step.continuations], len(beams.scores)
+    assert logprobs[:num_scores] == beams.scores == sorted(beams.scores)[::-1]
+    assert set(logprobs[num_scores:]) <= {-1e9}
     for each in step.finished:
         assert each in beams.best()
         assert each.token_ids[:-1] == tuple(outputs[each.parent])

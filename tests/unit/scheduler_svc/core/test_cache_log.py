@@ -2,12 +2,10 @@
 
 from quire.messages.prefix_hashes import root_hash
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.block_tables import SwapSpace
-from scheduler_svc.core.prefix_index import PrefixHashes
+from scheduler_svc.core.prefix_index import HostMemory, PrefixHashes
 from scheduler_svc.core.sequence import Sequence
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import Driver, make_config, make_request
@@ -106,18 +104,18 @@ def test_a_block_from_disk_behind_blocks_of_the_host_is_told_with_its_tokens_whe
 def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swapped_out_comes_back_to_them():
     blocks, log = BlockManager(8, 4, 0.0), CacheLog()
     blocks.host, blocks.pool.log = HostMemory(8, MoveCounts()), log
-    space, pool = SwapSpace(blocks), blocks.pool
+    pool = blocks.pool
     sequence = Sequence.of(make_request(1, prompt=PROMPT), 0, list(PROMPT), 4)
     blocks.allocate_slots([sequence])
     blocks.cache_full_blocks(sequence, 0, 3)
     sequence.num_swapped_tokens = 12
-    space.swap_out([sequence])
+    blocks.swap_out([sequence])
     pool.free(pool.allocate(8))
     came = pool.allocate(3)
     blocks.pool.seal_moved(zip(came, HASHES, strict=True))
     pool.free(came)
     assert log.take().stored == dict.fromkeys(HASHES)
-    space.swap_in([sequence])
+    blocks.swap_in([sequence])
     assert sequence.block_table[:3] == came
     assert [each.token_ids for each in log.take().stored.values()] == [PROMPT[:4], PROMPT[4:8], PROMPT[8:12]]
 

@@ -9,9 +9,9 @@ import pytest
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PreemptionMode
-from scheduler_svc.core.host_memory import HostMemory
 from scheduler_svc.core.moves import Lease, MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.reservations import Kind
 from tests.support.core_driver import Driver, make_config, make_request

@@ -94,16 +94,16 @@ def test_prompts_are_no_measure_of_how_long_steps_take():
     driver, pace = driver_with_halves(), Pace()
     driver.deliver()
     rows = driver.scheduler.batch.rows
-    assert not pace.joins_beams(rows)
+    assert not pace.beams_should_wait(rows)
     pace.answered(make_step(0.0), 1.0)
     pace.planning(1.5)
-    assert not pace.joins_beams(rows)
+    assert not pace.beams_should_wait(rows)
     pace.answered(make_step(1.5, has_chunks=True), 101.5)
     pace.planning(102.0)
-    assert not pace.joins_beams(rows)
+    assert not pace.beams_should_wait(rows)
     pace.answered(make_step(102.0), 104.0)
     pace.planning(104.5)
-    assert pace.joins_beams(rows)
+    assert pace.beams_should_wait(rows)
 
 
 def make_step(planned: float, *, has_chunks: bool = False) -> StepInFlight:

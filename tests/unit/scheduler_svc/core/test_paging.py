@@ -12,12 +12,12 @@ from scheduler_svc.core import paging
 from scheduler_svc.core.paging.batch import StepPlan
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
 from scheduler_svc.core.paging.block_tables import BlockTables, HostBlocks, LayerGroup
-from scheduler_svc.core.paging.scheduler import NEVER, Scheduler
+from scheduler_svc.core.paging.scheduler import Scheduler
 from scheduler_svc.core.paging.sequence import Sequence, SequenceGroup, SequenceStatus
 
 Group = SequenceGroup[Sequence]
 
-_MAX_LINES = 1106
+_MAX_LINES = 1000
 """Lines of the package, with docstrings and comments."""
 
 
@@ -65,7 +65,8 @@ def run_to_end(scheduler: Scheduler) -> list[Group]:
     ended: list[Group] = []
     while (plan := scheduler.schedule()) is not None:
         ended += scheduler.apply(plan.step_id, np.full(len(plan.samples), 7))
-    assert scheduler.batch.blocks.pool.num_used == scheduler.batch.blocks.host.pool.num_used == 0
+    blocks = scheduler.batch.blocks
+    assert all(pool.num_free == pool.num_blocks for pool in (blocks.pool, blocks.host.pool))
     return ended
 
 
@@ -151,7 +152,7 @@ def test_swap_preempts_a_group_and_brings_its_shared_blocks_back():
 
 
 def test_recompute_preempts_the_newest_and_computes_its_output_as_a_prompt():
-    scheduler = make_scheduler(num_blocks=5, swaps_from=NEVER)
+    scheduler = make_scheduler(num_blocks=5, swaps_from=9)
     first, second = add_request(scheduler, 1, 8, 8), add_request(scheduler, 2, 7, 8)
     assert run_to_end(scheduler) == [first, second]
     assert (first.preemptions, second.preemptions > 0) == (0, True)
@@ -206,7 +207,7 @@ def test_block_tables_take_a_hit_as_long_as_their_layers_say():
     blocks = Cached(BlockPool(8), HostBlocks(BlockPool(0)), 4, 0.0)
     blocks.pool.allocate(7)
     sequence = Sequence(key="a", index=0, token_ids=list(range(10)), num_prompt_tokens=10, max_len=12)
-    assert blocks.allocate_slots([sequence]) == [8]
+    assert blocks.allocate_slots([sequence]) == [(8, 2)]
     assert sequence.block_table == [5, 6, 7]
 
 
