@@ -176,7 +176,7 @@ def _measure_passes(
     without = micros[counts.index(few)]
     context_us = max(long - without, 0) / (few * max(length - 1, 1))
     draft_context_us = max(long_drafted - without - context_us * length, 0) / ((few - 1) * length)
-    costs = PassCosts.of_measured([each / 1e6 for each in micros], context_us / 1e6, draft_context_us / 1e6)
+    costs = PassCosts.from_measurements([each / 1e6 for each in micros], context_us / 1e6, draft_context_us / 1e6)
     _logger.info(
         "decodes of %s rows take %s ms, and %.2f us more for each token of context, of a draft %.2f",
         ", ".join(map(str, counts)),

@@ -55,7 +55,7 @@ class Streams:
     """Results on their way to the host."""
 
     @classmethod
-    def of(cls, device: torch.device) -> "Streams":
+    def on_device(cls, device: torch.device) -> "Streams":
         """To be called in the thread that queues steps: work that it queues outside a context goes to `compute`."""
         if device.type != "cuda":
             return cls(IN_ORDER, IN_ORDER, IN_ORDER)

@@ -50,7 +50,7 @@ class DecodeRun:
         blocks, offsets = np.divmod(self._positions[:-1], block_size)
         tables = rows.block_tables.numpy()
         self._slots = tables[self._rows, blocks].astype(np.int64) * block_size + offsets
-        self._draws = RowDraws.of(columns, starts + 1, num_passes)
+        self._draws = RowDraws.from_columns(columns, starts + 1, num_passes)
         decodes.set_rows(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
 
     def next(self) -> Drawn:

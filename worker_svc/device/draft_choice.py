@@ -115,7 +115,7 @@ class PayingDrafts:
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
         """Records that these rows have no guess in this pass. Each is looked at again within its maximum of passes."""
         counts, _ = self._best(guesses, num_rows, self._model_costs)
-        look_s = float(self._model_costs.of(np.array([num_missing]))[0])
+        look_s = float(self._model_costs.seconds_for(np.array([num_missing]))[0])
         self._model_budget_s = min(self._model_budget_s, _MAX_LOOKS * look_s)
         if not counts.any() and self._model_budget_s >= look_s:
             # Guesses one token for each, to learn when drafts begin to pay.
@@ -155,7 +155,7 @@ class PayingDrafts:
         costs[1:] += np.cumsum(reads[order // len(places)])
         if model_costs is not None:
             num_passes = np.maximum.accumulate(order % len(places)) + 1
-            of_pass = model_costs.of(np.arange(1, len(order) + 1) / num_passes)
+            of_pass = model_costs.seconds_for(np.arange(1, len(order) + 1) / num_passes)
             costs[1:] += num_passes * of_pass + model_costs.context_s * np.cumsum(guesses.lengths[order // len(places)])
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
         if num_rows > 1:

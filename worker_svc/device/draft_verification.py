@@ -94,7 +94,7 @@ class Kept:
         return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
 
     @classmethod
-    def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
+    def from_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
         """The draws of several consecutive passes, reordered by sample. None stands for a pass without drafts that kept
         one draw of each sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)

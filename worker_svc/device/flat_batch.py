@@ -33,7 +33,7 @@ class Layout:
     max_seq_len: int
 
     @classmethod
-    def of(cls, batch: Batch) -> "Layout":
+    def from_batch(cls, batch: Batch) -> "Layout":
         rows, computed = batch.rows.astype(np.int64), batch.num_computed_tokens.astype(np.int64)
         num_rows, max_query_len = len(rows), int(batch.num_new_tokens.max())
         if max_query_len == 1:
@@ -48,7 +48,7 @@ class Layout:
 
 def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
     """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to."""
-    layout = Layout.of(batch)
+    layout = Layout.from_batch(batch)
     if rows.token_ids.device.type == "cpu":
         return input_on_host(layout, rows, kv_caches, block_size)
     return input_on_device(layout, rows, kv_caches, block_size)

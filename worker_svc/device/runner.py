@@ -180,7 +180,7 @@ class _Pass:
 
 def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) -> _Pass:
     """Passes of a batch of decodes as one, on the host."""
-    kept = Kept.of_passes([each.kept for each in passes], len(batch.samples))
+    kept = Kept.from_passes([each.kept for each in passes], len(batch.samples))
     drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
     drawn, rows = drawn.take(kept.draws), np.concatenate([each.rows for each in passes])[kept.draws]
     rows_ran, num_new, computed, samples = (
@@ -277,7 +277,7 @@ class ModelRunner:
         """
         self._model = model
         self._pool = pool
-        self._streams = streams or Streams.of(model.device)
+        self._streams = streams or Streams.on_device(model.device)
         self._moves = BlockMoves(pool, self._streams.compute, self._streams.swaps)
         # The row after the rows of steps pads batches.
         self._padding_row = limits.max_num_rows

@@ -75,7 +75,7 @@ class Masks:
         if not len(self.places):
             return
         if logits.is_cpu:
-            terms = Terms(width).of(self.bits) if self.terms is None else self.terms
+            terms = Terms(width).from_masks(self.bits) if self.terms is None else self.terms
             if len(terms) == len(logits):
                 logits.add_(torch.from_numpy(terms))
             else:
@@ -112,7 +112,7 @@ class Terms:
         self._terms = np.zeros((0, -(-width // 8), 8), np.float32)
         self._octets = np.zeros((0, 0), np.uint8)
 
-    def of(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
+    def from_masks(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
         """[m, width], of masks [m, words]; valid until the next call."""
         octets = bits.view(np.uint8)[:, : self._terms.shape[1]]
         if len(octets) > len(self._terms) or octets.shape[1] != self._octets.shape[1]:
@@ -412,7 +412,7 @@ class RowMatchers:
         for index, place in enumerate(places):
             if place in made and len(mask := made[place][1]):
                 bits[index] = mask
-        terms = None if self._terms is None or not places else self._terms.of(bits)
+        terms = None if self._terms is None or not places else self._terms.from_masks(bits)
         return Masks(np.array(places, np.int64), bits, errors, terms)
 
     def _masks_of(self, places: list[int], rows: list[_Row], errors: dict[int, str]) -> NDArray[np.int32]:

@@ -54,7 +54,7 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
             min(int(generator.integers(1, len(sequences[row][0]) - done + 1)), most_new)
             for row, done in zip(chosen, computed, strict=True)
         ]
-        inputs = build(Layout.of(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
+        inputs = build(Layout.from_batch(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
         token_ids, positions, slots, starts = [], [], [], [0]
         for row, count, done in zip(chosen, new, computed, strict=True):
             tokens, table = sequences[row]

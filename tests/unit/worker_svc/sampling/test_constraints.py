@@ -210,7 +210,7 @@ def test_terms_follow_masks_from_step_to_step() -> None:
     for count in (2, 4, 3, 4):
         bits[rng.integers(4)] ^= 1 << int(rng.integers(31))
         is_allowed = np.unpackbits(bits[:count].view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
-        assert np.array_equal(terms.of(bits[:count]), np.where(is_allowed, 0, -np.inf))
+        assert np.array_equal(terms.from_masks(bits[:count]), np.where(is_allowed, 0, -np.inf))
 
 
 def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -> None:
