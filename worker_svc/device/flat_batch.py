@@ -95,18 +95,9 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
     return ModelInput(token_ids, positions, attention, kv_caches, of_tokens if len(slots) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A batch in which each row may occur several times, as it is given to the model."""
-
-    batch: Batch
-    places: NDArray[np.int64]
-    """[s], the place in `batch.rows` that each sample draws from: the last one of its row."""
-
-
 def split_outputs(
     batch: Batch, num_prompt_tokens: NDArray[np.int64], places: NDArray[np.int64] | None = None
-) -> Split | None:
+) -> tuple[Batch, NDArray[np.int64]] | None:
     """Gives output tokens that are computed again, after a loss or a preemption, an entry of one token each.
 
     Attention has one kernel for an entry of one token and one for several, whose rounding differs. So a token of the
@@ -117,7 +108,8 @@ def split_outputs(
         places: The result of `sample_places`; needed if a row is in the batch several times already.
 
     Returns:
-        None if nothing is split.
+        The batch in which a row may occur several times, and the place in its `rows` that each sample draws from: the
+        last one of its row. None if nothing is split.
     """
     new = batch.num_new_tokens.astype(np.int64)
     if int(new.max(initial=1)) == 1:
@@ -136,7 +128,7 @@ def split_outputs(
     computed = (batch.num_computed_tokens.repeat(num_entries) + before).astype(np.int32)
     lasts = np.cumsum(num_entries) - 1
     places = sample_places(batch) if places is None else places
-    return Split(Batch(batch.rows.repeat(num_entries), num_new, computed, batch.samples), lasts[places])
+    return Batch(batch.rows.repeat(num_entries), num_new, computed, batch.samples), lasts[places]
 
 
 def count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -480,7 +480,7 @@ class ModelRunner:
         if not self.is_asynchronous:
             num_prompt_tokens = self._rows.sampling.num_prompt_tokens
             if (split := split_outputs(batch, num_prompt_tokens, places)) is not None:
-                batch, places = split.batch, split.places
+                batch, places = split
             lone = find_lone_tokens(batch, num_prompt_tokens)
         samples = plan_samples(batch, places)
         masks_made = None

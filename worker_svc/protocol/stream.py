@@ -335,7 +335,7 @@ class StepStream:
         try:
             sealed = await self._worker.sealed_blocks(session.epoch)
             failpoint("worker.attach.before_inventory")
-            self._metrics.attached()
+            self._metrics.sessions.inc()
             yield attached_message(session.epoch, self._worker.info, sealed)
             if self._worker.disk is not None:
                 self._worker.disk.follow(self._send_tier_changes)
@@ -470,7 +470,7 @@ class StepStream:
         if isinstance(error, SupersededError):
             self._outgoing.put_nowait(error)
             return
-        self._metrics.step_failed()
+        self._metrics.step_failures.inc()
         detail = f"step {step_id} failed on the device: {type(error).__name__}: {error}"
         self._outgoing.put_nowait(Internal(detail, reason="STEP_FAILED"))
 
