@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from kernels import exchange
 from kernels.exchange import MAX_RANKS
@@ -336,14 +336,6 @@ def _own_host(first_host: str, first_port: int) -> str:
     with socket.socket(_family(first_host), socket.SOCK_DGRAM) as probe:
         probe.connect((first_host, first_port))
         return probe.getsockname()[0]
-
-
-class Store(Protocol):
-    """The part of TCPStore that shares memory. `get` waits until the key is set."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:
