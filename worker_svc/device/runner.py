@@ -486,7 +486,7 @@ class ModelRunner:
         masks_made = None
         if self._matchers is not None:
             inputs = None if drafted is None else drafted.inputs
-            masks_made = self._matchers.start_masks(changes, samples.rows, inputs)
+            masks_made = self._matchers.start_masks(changes, samples.rows, self._rows.sampling.has_constraint, inputs)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and lone is None and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
