@@ -67,7 +67,11 @@ class _Guessed:
 @dataclass(frozen=True, slots=True)
 class DraftedBatch:
     """A batch in which each drafted row occurs once for each of its tokens, in order. It has s samples, the tokens that
-    may be drawn: for each sample of the step, one more than its drafts."""
+    may be drawn: for each sample of the step, one more than its drafts.
+
+    A row that ends with token a and has the drafts b and c occurs three times, with the inputs a, b and c. If it draws
+    b, x and y, then b and x are kept: x was drawn after b, as without drafts, and y after c, which is wrong.
+    """
 
     batch: Batch
     places: NDArray[np.int64]
@@ -89,6 +93,7 @@ class DraftedBatch:
         """
         is_wrong = self.within > 0
         is_wrong[1:] &= (token_ids[:-1] != self.inputs[1:]) | ~is_usable[:-1] | ~is_usable[1:]
+        # Kept are the draws with no wrong one since the first of their sample.
         num_wrong = np.cumsum(is_wrong)
         return num_wrong == num_wrong[np.arange(len(num_wrong)) - self.within]
 
@@ -158,29 +163,6 @@ class Drafts:
         # Rows whose constraint matcher has not seen their latest tokens.
         self._changed: set[int] = set()
 
-    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
-        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
-        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
-        self._guessed, self.looked_in_vain = None, False
-        if not is_first:
-            self._changed.clear()
-        drafter, choice = self._drafter, self.choice
-        if drafter is None or choice is None or not choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
-            return False
-        self._guess(batch, drafter, choice)
-        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
-        self.looked_in_vain &= not has_drafts
-        return has_drafts
-
-    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Number of tokens of each of these rows."""
-        return self._num_tokens[rows]
-
-    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
-        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
-        self._num_tokens[rows] += 1
-        self._compare(token_ids, np.ones(len(token_ids), np.int32))
-
     def release_rows(self, rows: Int32Array) -> None:
         """Lets the drafter learn the output of rows that are released. To be called before other sequences get them."""
         if self._drafter is None:
@@ -211,6 +193,20 @@ class Drafts:
             if followed[row] is not None:
                 followed[row] = followed[row].anew()
 
+    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
+        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
+        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
+        self._guessed, self.looked_in_vain = None, False
+        if not is_first:
+            self._changed.clear()
+        drafter, choice = self._drafter, self.choice
+        if drafter is None or choice is None or not choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
+            return False
+        self._guess(batch, drafter, choice)
+        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
+        self.looked_in_vain &= not has_drafts
+        return has_drafts
+
     def expand(self, batch: Batch) -> DraftedBatch:
         """Moves rows that sample to their real positions, which the scheduler may not know, and adds an entry for each
         draft. `begin_pass` has written the drafts to the rows."""
@@ -223,6 +219,7 @@ class Drafts:
         expanded = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
         within = np.zeros(len(samplers), np.int64)
         if num_drafts.any():
+            # A drafted row has an entry for each of its draws; all other rows keep one entry.
             num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
             num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
             within = count_up(num_draws)
@@ -258,6 +255,15 @@ class Drafts:
         if self._model is not None:
             self._model.record_lengths(samplers, self._num_tokens[samplers])
         return kept
+
+    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
+        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
+        self._num_tokens[rows] += 1
+        self._compare(token_ids, np.ones(len(token_ids), np.int32))
+
+    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Number of tokens of each of these rows."""
+        return self._num_tokens[rows]
 
     def end_step(self, batch: Batch) -> None:
         """All passes of this batch have run."""

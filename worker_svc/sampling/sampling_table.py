@@ -212,6 +212,11 @@ class SamplingColumns:
         """Whether rules or a constraint change the logits of the row."""
         return self.has_rules | self.has_constraint
 
+    @property
+    def reports_more(self) -> NDArray[np.bool_]:
+        """Whether the row reports more than tokens."""
+        return self.wants_logprobs | (self.num_candidates > 0)
+
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
         """Columns of zeros and None, each of the dtype in its annotation."""
