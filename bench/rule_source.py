@@ -37,9 +37,9 @@ class RuleSource:
         for assigned in plan.assign:
             self._num_candidates[assigned.row] = assigned.sampling.num_candidates or 0
             self._wants_logprobs[assigned.row] = assigned.sampling.logprobs is not None
-        if len(plan.forks):
+        if len(plan.fork):
             for remembered in (self._num_candidates, self._wants_logprobs):
-                remembered[plan.forks[:, 1]] = remembered[plan.forks[:, 0]]
+                remembered[plan.fork[:, 1]] = remembered[plan.fork[:, 0]]
         rows = plan.samples[:, 0]
         token_ids = (plan.step_id * 31 + rows * 17) % VOCAB_SIZE
         reporting = np.flatnonzero(self._num_candidates[rows])

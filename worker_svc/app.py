@@ -80,9 +80,11 @@ async def serve(settings: WorkerSettings) -> None:
         await server.stop(grace_s=_GRACE_S)
         if metrics_server is not None:
             metrics_server.stop()
-        has_finished = await _stop_device(device_loop)
-        if has_finished:
+        # It does not finish if the process was stopped while it loads or hangs.
+        if has_finished := await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S):
             await servicer.stop_disk()
+        else:
+            _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
         if not has_finished:
@@ -148,11 +150,3 @@ async def _start_server(
     )
     warn_if_open(server.address, tls)
     return server, operators
-
-
-async def _stop_device(device_loop: DeviceLoop) -> bool:
-    """Returns whether it has finished; it has not if the process was stopped while it loads or hangs."""
-    has_finished = await asyncio.to_thread(device_loop.stop, _DEVICE_STOP_S)
-    if not has_finished:
-        _logger.warning("the device did not finish within %.0f s", _DEVICE_STOP_S)
-    return has_finished

@@ -12,9 +12,7 @@ from quire.service.compatibility import ModelFingerprint
 from worker_svc.models.base import CausalLM
 from worker_svc.sampling.drafters import AUTO, KINDS, Drafter, Drafters
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import (
-    ModelGeometry,
-)
+from worker_svc.step import ModelGeometry
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,39 +36,21 @@ _SAMPLING = RowSampling(
     prompt_logprobs=1,
     rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
 )
-
-
 _PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
-
-
 # On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
-
-
 _MEASURED_S, _MEASURED_LARGE_S, _MAX_MEASURED = 0.1, 0.02, 40
 """Seconds of measuring passes again, up to `_ROWS_MEASURED` rows and above that, and the maximum repetitions."""
-
-
 _ROWS_MEASURED, _MAX_ROWS_MEASURED, _LONG_PASS_US = 8, 64, 25_000
 """Passes are measured with 1, 2, 4 and so on up to `_ROWS_MEASURED` rows. The row count then doubles further, up to
 `_MAX_ROWS_MEASURED`, while the last pass took at most `_LONG_PASS_US`. A large pass is measured about once: the start
 waits for these measurements, and later passes correct small errors."""
-
-
 _CONTEXT_MEASURED = 512
 """Tokens of context in the passes that measure the cost of context."""
-
-
 _MIN_FIXED_TOKENS, _MAX_FIXED_TOKENS = 2, 1024
 """Bounds of the measured `WorkerLimits.fixed_tokens`."""
-
-
 _NO_PAIRS = np.zeros((0, 2), np.int32)
-
-
 _NO_MOVES = CacheOperations(_NO_PAIRS, _NO_PAIRS, _NO_PAIRS)
-
-
 _logger = logging.getLogger(__name__)
 
 
@@ -176,7 +158,7 @@ def _measure_passes(
     without = micros[counts.index(few)]
     context_us = max(long - without, 0) / (few * max(length - 1, 1))
     draft_context_us = max(long_drafted - without - context_us * length, 0) / ((few - 1) * length)
-    costs = PassCosts.of_measured([each / 1e6 for each in micros], context_us / 1e6, draft_context_us / 1e6)
+    costs = PassCosts.from_measurements([each / 1e6 for each in micros], context_us / 1e6, draft_context_us / 1e6)
     _logger.info(
         "decodes of %s rows take %s ms, and %.2f us more for each token of context, of a draft %.2f",
         ", ".join(map(str, counts)),

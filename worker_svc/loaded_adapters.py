@@ -219,11 +219,6 @@ def _opened(files: Sequence[Path]) -> Iterator[Callable[[str], torch.Tensor]]:
         yield lambda name: places[name].get_tensor(name)
 
 
-def takes_adapters(model: CausalLM) -> bool:
-    """Whether its linear layers are Quire's own."""
-    return isinstance(model, NativeCausalLM)
-
-
 def adapted_linears(model: CausalLM) -> tuple[Linear, ...]:
     """The linear layers between embedding and head, except in routed experts, which compute only some tokens."""
     assert isinstance(model, NativeCausalLM)

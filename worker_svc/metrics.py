@@ -1,6 +1,7 @@
 """The Prometheus metrics of a worker."""
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -15,46 +16,36 @@ class WorkerMetrics:
 
     Attributes:
         grpc_calls: Finished gRPC calls, without health checks.
+        sessions, step_failures: Counters, which the step stream increments.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.grpc_calls = CallCounts("worker", self.registry)
-        self._steps = Counter("quire_worker_steps", "Steps that finished.", registry=self.registry)
-        self._tokens = Counter("quire_worker_tokens", "Tokens that steps computed.", registry=self.registry)
-        self._sampled = Counter("quire_worker_sampled_tokens", "Tokens that were sampled.", registry=self.registry)
-        self._row_failures = Counter(
-            "quire_worker_row_failures", "Rows whose logits are not finite.", registry=self.registry
-        )
-        self._step_failures = Counter(
-            "quire_worker_step_failures", "Steps that failed on the device.", registry=self.registry
-        )
-        self._sessions = Counter("quire_worker_sessions", "Schedulers that attached.", registry=self.registry)
-        self._blocks = Gauge(
-            "quire_worker_kv_blocks", "Blocks of the KV pool, by where they are.", ("where",), registry=self.registry
-        )
-        self._adapters = Gauge(
-            "quire_worker_adapter_bytes", "Memory of the LoRA adapters that are loaded.", registry=self.registry
-        )
-        self._moved = Counter(
+        counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
+        self._steps = counter("quire_worker_steps", "Steps that finished.")
+        self._tokens = counter("quire_worker_tokens", "Tokens that steps computed.")
+        self._sampled = counter("quire_worker_sampled_tokens", "Tokens that were sampled.")
+        self._row_failures = counter("quire_worker_row_failures", "Rows whose logits are not finite.")
+        self.step_failures = counter("quire_worker_step_failures", "Steps that failed on the device.")
+        self.sessions = counter("quire_worker_sessions", "Schedulers that attached.")
+        self._blocks = gauge("quire_worker_kv_blocks", "Blocks of the KV pool, by where they are.", ("where",))
+        self._adapters = gauge("quire_worker_adapter_bytes", "Memory of the LoRA adapters that are loaded.")
+        self._moved = counter(
             "quire_worker_moved_bytes",
             "Bytes of KV blocks that went to and came from workers of other replicas; failed ones did not come whole.",
             ("what",),
-            registry=self.registry,
         )
         for what in ("sent", "received", "failed"):
             self._moved.labels(what)
-        self._on_disk = Counter(
+        self._on_disk = counter(
             "quire_worker_kv_disk_bytes",
             "Bytes of KV blocks that went to --kv-disk and came back from it; a failed write is the last one.",
             ("what",),
-            registry=self.registry,
         )
         for what in ("written", "read", "failed"):
             self._on_disk.labels(what)
-        self._busy = Gauge(
-            "quire_worker_device_busy_seconds", "How long the device is in its current step.", registry=self.registry
-        )
+        self._busy = gauge("quire_worker_device_busy_seconds", "How long the device is in its current step.")
         stages = Histogram(
             "quire_worker_step_seconds",
             "Time of a step, by stage.",
@@ -71,10 +62,6 @@ class WorkerMetrics:
         self._blocks.labels("host").set(info.pool.num_host_blocks)
         self._busy.set_function(lambda: busy_ms() / 1000)
         self._adapters.set_function(adapter_bytes)
-
-    def attached(self) -> None:
-        """A scheduler has attached."""
-        self._sessions.inc()
 
     def step_finished(self, output: StepOutput) -> None:
         """A step has its output."""
@@ -96,7 +83,3 @@ class WorkerMetrics:
     def on_disk(self, what: str, num_bytes: int) -> None:
         """Blocks went to disk ("written"), came from there ("read"), or could not be written ("failed")."""
         self._on_disk.labels(what).inc(num_bytes)
-
-    def step_failed(self) -> None:
-        """A step failed on the device."""
-        self._step_failures.inc()

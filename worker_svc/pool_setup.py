@@ -12,21 +12,16 @@ from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
-from worker_svc.device.kv_pool import KvPool, PoolPlace, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.draft_setup import DraftPart
 from worker_svc.first_steps import memory_for_pool
 from worker_svc.models.base import CausalLM
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import (
-    ModelGeometry,
-    WorkerLimits,
-)
+from worker_svc.step import ModelGeometry, WorkerLimits
 
 _KV_DISK_BYTES = 10 << 30
-
-
 _logger = logging.getLogger(__name__)
 
 
@@ -57,7 +52,7 @@ def kv_namespace(
     )
 
 
-def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNamespace) -> PoolPlace | None:
+def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNamespace) -> PoolFile | None:
     """The file of the pool. A model that is not known has none: its blocks might be another's."""
     config, _, *weights = namespace.model
     is_known = config and all(weights)
@@ -66,7 +61,7 @@ def _place_of_pool(model: CausalLM, settings: WorkerSettings, namespace: KvNames
     if model.device.type != "cpu":
         _logger.info("the KV pool is on %s and ends with this worker", model.device)
         return None
-    return PoolPlace(PoolFile.open(settings.kv_cache_file), namespace, settings.persistent_kv_cache == "auto")
+    return PoolFile(settings.kv_cache_file, namespace, needs_huge_pages=settings.persistent_kv_cache == "auto")
 
 
 def open_disk_tier(
@@ -111,9 +106,8 @@ def make_pool(
     if place is not None:
         if count is None and settings.kv_cache_memory is None:
             # A default follows from the memory that is available, which is not the same at each start.
-            held = place.file.num_held(place.namespace)
-            count = None if held is None else held - with_padding
-        host_memory = None if host_memory is None else host_memory + place.file.held_bytes
+            count = None if place.num_held is None else place.num_held - with_padding
+        host_memory = None if host_memory is None else host_memory + place.held_bytes
     request = PoolRequest(
         block_size=settings.block_size,
         num_gpu_blocks=count,

@@ -35,12 +35,13 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.pool_blocks import PoolBlocks
+from worker_svc.device.pool_file import KvNamespace
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter
 from worker_svc.first_steps import predict_passes, warm_up
-from worker_svc.loaded_adapters import AdapterSlots, takes_adapters
-from worker_svc.models.base import CausalLM
+from worker_svc.loaded_adapters import AdapterSlots
+from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
@@ -48,11 +49,7 @@ from worker_svc.pool_setup import kv_namespace, make_pool, memory_of_each_rank, 
 from worker_svc.protocol.stream import Worker
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import (
-    ModelGeometry,
-    WorkerInfo,
-    WorkerLimits,
-)
+from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.thread_binding import OWN_BINDING, processors_for
 from worker_svc.weights import DTYPE_BYTES, Checkpoint
 
@@ -147,42 +144,21 @@ def make_worker(
     """The worker of a loaded model; without `templates` no row has a constraint.
 
     Raises:
-        ConfigurationError: the device has no attention for the model's heads, or not the memory or the graphs that the
-            settings ask for.
+        ConfigurationError: the device lacks attention for the model's heads, or memory or graphs that settings ask for.
     """
-    _check_head_dim(model)
-    ranks = model.ranks
-    with_graphs = settings.cuda_graphs == "on"
-    if with_graphs:
-        check_cuda_graphs(model)
+    _check_device(model, settings)
     geometry = model_geometry(model, settings.max_model_len)
     adapters, max_adapters = make_adapter_slots(model, settings)
     drafter = make_drafter(model, settings)
-    is_multi_step = model.device.type == "cpu" and ranks.size == 1 and settings.multi_step_ms > 0
-    limits = WorkerLimits(
-        settings.max_num_seqs,
-        settings.max_num_batched_tokens,
-        MAX_STEPS_IN_FLIGHT,
-        MAX_LOGPROBS,
-        max_adapters,
-        0 if drafter is None else settings.max_drafts,
-        max_passes=_MAX_PASSES if is_multi_step else 1,
-    )
+    limits = _step_limits(model, settings, max_adapters, has_drafts=drafter is not None)
     report(LoadProgress(PROFILING))
     draft_model = None if draft is None else checked_draft_model(draft.model, geometry)
     namespace = kv_namespace(model, settings, fingerprint, draft)
     pool = make_pool(model, geometry, limits, settings, namespace, draft_model)
-    runner = ModelRunner(
-        model,
-        pool,
-        geometry,
-        limits,
-        matchers=None if templates is None else _make_matchers(templates, model),
-        drafter=drafter,
-        multi_step_s=settings.multi_step_ms / 1e3 if is_multi_step else 0.0,
-        draft_model=draft_model,
-    )
-    if with_graphs:
+    matchers = None if templates is None else _make_matchers(templates, model)
+    multi_step_s = settings.multi_step_ms / 1e3 if limits.max_passes > 1 else 0.0
+    runner = ModelRunner(model, pool, geometry, limits, None, matchers, drafter, multi_step_s, draft_model)
+    if settings.cuda_graphs == "on":
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
@@ -192,35 +168,45 @@ def make_worker(
         templates.wait_for_vocabulary()
     # The tokens of a whole step, and a partly filled block for each of its sequences.
     pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
-    device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=ranks.fail)
-    # One generation for all ranks, so that the same bytes of a step are right for each of them.
-    (negative_generation,) = ranks.smallest(-clock.unix_ns())
-    if drafter is not None or is_multi_step:
+    device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=model.ranks.fail)
+    if drafter is not None or limits.max_passes > 1:
         limits = predict_passes(runner, model, pool, geometry, limits, chooses_drafts=drafter is not None)
-    info = WorkerInfo(
-        -negative_generation,
-        ranks.rank,
-        ranks.size,
-        pool.geometry,
-        geometry,
-        limits,
-        fingerprint,
-        # The namespace of the whole group: each rank fetches from the same rank.
-        kv_namespace=replace(namespace, rank=0).digest().hex() if fingerprint.weights else "",
-        transfer_endpoint=settings.transfer_endpoint or "",
-    )
+    info = _describe_worker(model, settings, pool.geometry, geometry, limits, fingerprint, namespace)
     blocks = PoolBlocks(pool, runner.seals) if info.kv_namespace else None
-    return Worker(
-        info,
-        runner,
-        device_loop,
-        ranks.agree,
-        prepare=None if templates is None else templates.prepare,
-        adapters=adapters,
-        blocks=blocks,
-        tls=None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER),
-        disk=None if blocks is None else open_disk_tier(model, settings, namespace, blocks, pool),
+    disk = None if blocks is None else open_disk_tier(model, settings, namespace, blocks, pool)
+    tls = None if settings.tls_dir is None else TlsIdentity.of(settings.tls_dir, Role.WORKER)
+    prepare = None if templates is None else templates.prepare
+    return Worker(info, runner, device_loop, model.ranks.agree, prepare, adapters, blocks, tls, disk)
+
+
+def _step_limits(model: CausalLM, settings: WorkerSettings, max_adapters: int, *, has_drafts: bool) -> WorkerLimits:
+    is_multi_step = model.device.type == "cpu" and model.ranks.size == 1 and settings.multi_step_ms > 0
+    return WorkerLimits(
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        MAX_STEPS_IN_FLIGHT,
+        MAX_LOGPROBS,
+        max_adapters,
+        settings.max_drafts if has_drafts else 0,
+        max_passes=_MAX_PASSES if is_multi_step else 1,
     )
+
+
+def _describe_worker(
+    model: CausalLM,
+    settings: WorkerSettings,
+    pool: PoolGeometry,
+    geometry: ModelGeometry,
+    limits: WorkerLimits,
+    fingerprint: ModelFingerprint,
+    namespace: KvNamespace,
+) -> WorkerInfo:
+    # One generation for all ranks, so that the same bytes of a step are right for each of them.
+    (negative_generation,) = model.ranks.smallest(-clock.unix_ns())
+    # The namespace of the whole group: each rank fetches from the same rank.
+    name = replace(namespace, rank=0).digest().hex() if fingerprint.weights else ""
+    rank, size, endpoint = model.ranks.rank, model.ranks.size, settings.transfer_endpoint or ""
+    return WorkerInfo(-negative_generation, rank, size, pool, geometry, limits, fingerprint, name, endpoint)
 
 
 def _make_matchers(templates: TemplateCache, model: CausalLM) -> RowMatchers:
@@ -236,7 +222,7 @@ def make_adapter_slots(model: CausalLM, settings: WorkerSettings) -> tuple[Adapt
     Raises:
         ConfigurationError: the settings ask for adapters, and this model takes none.
     """
-    on_host, possible = model.device.type == "cpu", takes_adapters(model)
+    on_host, possible = model.device.type == "cpu", isinstance(model, NativeCausalLM)
     number = settings.max_adapters
     if number is None:
         number = _MAX_ADAPTERS if on_host and possible else 0
@@ -284,13 +270,15 @@ def model_geometry(model: CausalLM, max_model_len: int | None) -> ModelGeometry:
     )
 
 
-def _check_head_dim(model: CausalLM) -> None:
+def _check_device(model: CausalLM, settings: WorkerSettings) -> None:
     largest = ops.largest_head_dim(model.device)
     if largest is not None and model.head_dim > largest:
         raise ConfigurationError(
             f"head_dim is {model.head_dim} in the widest layer of {model.architecture}; it must be at most {largest} "
             f"on {model.device.type}, use --device cpu"
         )
+    if settings.cuda_graphs == "on":
+        check_cuda_graphs(model)
 
 
 def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: WorkerSettings) -> None:

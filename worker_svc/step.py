@@ -1,7 +1,7 @@
 """The values of the step protocol: a worker's properties, a step of the scheduler, and its results.
 
-`protocol.convert` converts them from and to messages; all other modules work with them. Arrays are int32 numpy arrays;
-pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
+`protocol.step_messages` converts them from and to messages; all other modules work with them. Arrays are int32 numpy
+arrays; pairs have shape [n, 2], triples [n, 3]. A row is a slot of the persistent batch.
 """
 
 from collections.abc import Mapping
@@ -114,30 +114,10 @@ class WorkerInfo:
 class LoadAdapter:
     """An adapter to load into a slot, during the steps."""
 
-    number: int
-    """For the answer."""
     slot: int
     digest: bytes
     """Expected digest of the files in `directory`."""
     directory: Path
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoaded:
-    """The answer to a LoadAdapter."""
-
-    number: int
-    failure: str | None = None
-    """The reason, for people, why it is not loaded; None if it is loaded."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepHeader:
-    """The ids by which a session accepts or refuses a step."""
-
-    step_id: int
-    scheduler_epoch: int
-    worker_generation: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,11 @@
 """Streams of device work: the marks by which one waits for another, times of stages, and small arrays to the device.
 
-Within a stream work runs in the order in which it was queued. A device without streams, as the CPU, has done all work
-when it was queued, and nothing waits.
+Within a stream work runs in the order in which it was queued. On a device without streams, as the CPU, nothing waits.
 """
 
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,32 +14,30 @@ from torch import Tensor
 from quire.runtime import clock
 
 
-class Mark(Protocol):
-    """A place in a stream."""
+class Mark:
+    """A place in a stream; in this class, of a device without streams."""
 
     def is_passed(self) -> bool:
         """Whether all that was queued before it is done. Does not wait."""
-        ...
+        return True
 
     def wait(self) -> None:
         """Blocks the calling thread until then."""
-        ...
 
 
-class Stream(Protocol):
-    """Work that runs in order."""
+class Stream:
+    """Work that runs in order; in this class, of a device that has done all work when it was queued."""
 
     def mark(self) -> Mark:
         """A mark behind all that is queued so far."""
-        ...
+        return Mark()
 
     def wait_for(self, mark: Mark) -> None:
         """Makes later work of the queue start after the mark. Does not block the calling thread."""
-        ...
 
     def used(self) -> AbstractContextManager[object]:
         """A context in which torch and Triton queue here."""
-        ...
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +51,16 @@ class Streams:
     """Results on their way to the host."""
 
     @classmethod
-    def of(cls, device: torch.device) -> "Streams":
+    def on_device(cls, device: torch.device) -> "Streams":
         """To be called in the thread that queues steps: work that it queues outside a context goes to `compute`."""
         if device.type != "cuda":
-            return cls(IN_ORDER, IN_ORDER, IN_ORDER)
+            return cls(Stream(), Stream(), Stream())
         compute = torch.cuda.current_stream(device)
         swaps, results = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return cls(CudaStream(compute), CudaStream(swaps), CudaStream(results))
 
 
-class CudaMark:
+class CudaMark(Mark):
     """A recorded event. A thread that waits for it sleeps."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -79,7 +75,7 @@ class CudaMark:
             self.event.synchronize()
 
 
-class CudaStream:
+class CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
@@ -94,28 +90,6 @@ class CudaStream:
 
     def used(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
-
-
-class _Done:
-    def is_passed(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """All is done."""
-
-
-class _InOrder:
-    def mark(self) -> Mark:
-        return _Done()
-
-    def wait_for(self, mark: Mark) -> None:
-        """All is done."""
-
-    def used(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-
-IN_ORDER: Stream = _InOrder()
 
 
 class Stopwatch:

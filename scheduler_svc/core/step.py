@@ -87,7 +87,7 @@ class StepWork:
             num_chunks=num_chunks,
             context_tokens=num_tokens + int(computed.sum()),
             attended_pairs=int(new @ (2 * computed + new + 1)) // 2,
-            copied_blocks=len(plan.copies),
+            copied_blocks=len(plan.copy),
             swapped_blocks=len(plan.swap_in) + len(plan.swap_out),
         )
 

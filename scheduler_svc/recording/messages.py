@@ -233,7 +233,7 @@ def plan_message(plan: StepPlan | None, now: float) -> Operation:
         num_released=len(plan.release),
         num_swapped_out=len(plan.swap_out),
         num_swapped_in=len(plan.swap_in),
-        num_copied=len(plan.copies),
+        num_copied=len(plan.copy),
         digest=_digest(plan),
     )
     return Operation(now=now, schedule=recording_pb2.RecordedSchedule(plan=summary))
@@ -242,7 +242,7 @@ def plan_message(plan: StepPlan | None, now: float) -> Operation:
 def _digest(plan: StepPlan) -> bytes:
     """A digest of the parts of a plan that do not depend on token ids, seeds and sampling parameters."""
     parts: list[Array] = [
-        plan.swap_out, plan.swap_in, plan.copies, plan.release, plan.forks, plan.set_tokens[:, :2],
+        plan.swap_out, plan.swap_in, plan.copy, plan.release, plan.fork, plan.set_tokens[:, :2],
         plan.block_table_deltas, plan.rows, plan.num_new_tokens, plan.num_computed_tokens, plan.samples,
     ]  # fmt: skip
     digest = blake2b(digest_size=_DIGEST_BYTES)

@@ -117,7 +117,7 @@ class Fork(NamedTuple):
 
 def num_moves(plan: StepPlan) -> int:
     """The number of blocks that a step copies or moves."""
-    return len(plan.swap_out) + len(plan.swap_in) + len(plan.copies)
+    return len(plan.swap_out) + len(plan.swap_in) + len(plan.copy)
 
 
 def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
@@ -125,7 +125,7 @@ def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
     moves = (
         (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
         (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
-        (scheduler_pb2.MEMORY_EVENT_COPY, plan.copies),
+        (scheduler_pb2.MEMORY_EVENT_COPY, plan.copy),
     )
     for kind, pairs in moves:
         for source, destination in pairs[-count:].tolist() if len(pairs) else ():
@@ -251,7 +251,7 @@ def step_note(record: StepRecord, num_preempted: int, now: float) -> StepNote:
         num_chunk_tokens=int(chunk_tokens.sum()),
         num_entered=len(plan.assign),
         num_preempted=num_preempted,
-        num_copied=len(plan.copies),
+        num_copied=len(plan.copy),
         num_swapped_out=len(plan.swap_out),
         num_swapped_in=len(plan.swap_in),
         plan_us=round((record.planned - record.started) * 1e6),

@@ -110,9 +110,9 @@ class Watchers:
             self._counts.computed_tokens += self._plans[0].plan.num_tokens
         self._plans.append(StepRecord(plan, started, planned, scheduler.num_preemptions))
         self._counts.steps += 1
-        if len(plan.forks):
+        if len(plan.fork):
             batch = scheduler.batch
-            for parent, child in plan.forks.tolist():
+            for parent, child in plan.fork.tolist():
                 self._forks.append(Fork(plan.step_id, batch.sequence(parent), batch.sequence(child)))
 
     def answered(self, step_id: int, seconds: float) -> None:

@@ -83,11 +83,11 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         scheduler_epoch=epoch,
         worker_generation=generation,
         cache_operations=worker_pb2.CacheOperations(
-            swap_out=encode_int32(plan.swap_out), swap_in=encode_int32(plan.swap_in), copy=encode_int32(plan.copies)
+            swap_out=encode_int32(plan.swap_out), swap_in=encode_int32(plan.swap_in), copy=encode_int32(plan.copy)
         ),
         release=encode_int32(plan.release),
         assign=[_assign_message(assigned) for assigned in plan.assign],
-        fork=encode_int32(plan.forks),
+        fork=encode_int32(plan.fork),
         reseed=[worker_pb2.ReseedRow(row=row, seed=seed) for row, seed in plan.reseed],
         set_tokens=[
             worker_pb2.SetTokens(row=row, position=position, token_ids=encode_int32([token_id]))

@@ -12,7 +12,15 @@ from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.preparation import NUM_KEPT
 from tests.support.sampling import make_row_sampling
-from tests.support.worker_client import StepClient, attached_client, ints, make_assign, make_batch, worker_stub
+from tests.support.worker_client import (
+    StepClient,
+    attach_request,
+    attached_client,
+    ints,
+    make_assign,
+    make_batch,
+    worker_stub,
+)
 from tests.support.worker_server import running_worker
 from worker_svc.sampling.constraints import MIN_KEPT
 
@@ -49,6 +57,17 @@ async def test_a_stream_that_does_not_begin_with_attach_is_refused(address: str)
         client = StepClient(stub)
         await client.send(worker_pb2.StepRequest(step_id=1))
         assert isinstance(await client.error(), FailedPrecondition)
+
+
+@pytest.mark.parametrize(
+    ("request_message", "error"), [(attach_request(2), FailedPrecondition), (None, InvalidArgument)]
+)
+async def test_a_message_that_attaches_again_or_holds_nothing_is_refused(
+    client: StepClient, request_message: worker_pb2.RunRequest | None, error: type[Exception]
+) -> None:
+    await prefill(client)
+    await client.write(request_message or worker_pb2.RunRequest())
+    assert isinstance(await client.error(), error)
 
 
 async def test_a_higher_epoch_ends_the_session_before_and_releases_its_rows(address: str) -> None:

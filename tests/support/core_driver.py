@@ -282,7 +282,7 @@ class FakeDevice:
         failing = failing or {}
         self._move(plan.swap_out, self.blocks, self.host_blocks)
         self._move(plan.swap_in, self.host_blocks, self.blocks)
-        self._move(plan.copies, self.blocks, self.blocks)
+        self._move(plan.copy, self.blocks, self.blocks)
         for row in plan.release.tolist():
             self.rows.pop(row, None)
         for assigned in plan.assign:
@@ -296,7 +296,7 @@ class FakeDevice:
                 assigned.sampling.parameters,
                 assigned.adapter_slot,
             )
-        parents = {child: self.rows[parent] for parent, child in plan.forks.tolist()}
+        parents = {child: self.rows[parent] for parent, child in plan.fork.tolist()}
         self.rows |= {
             row: replace(each, tokens=[*each.tokens], blocks=[*each.blocks], contexts=[*each.contexts])
             for row, each in parents.items()

@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-from worker_svc.streams import Mark, Streams
+from worker_svc.streams import Mark, Stream, Streams
 
 
-class FakeMark:
+class FakeMark(Mark):
     def __init__(self, device: "FakeDevice") -> None:
         self.passed = False
         self._device = device
@@ -22,7 +22,7 @@ class FakeMark:
             self._device.advance()
 
 
-class FakeStream:
+class FakeStream(Stream):
     def __init__(self, device: "FakeDevice", name: str) -> None:
         self.name = name
         self.entries: deque[Callable[[], object] | FakeMark] = deque()

@@ -125,7 +125,7 @@ class WholeEngine:
             "max_passes": info.max_passes,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
-        self.worker._ledger.reset()
+        self.worker.ledger.reset()
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages = {}
         decoder, texts = StepDecoder(self.worker.info), defaultdict[tuple[int, int], Text](Text)
@@ -150,9 +150,9 @@ class WholeEngine:
     def _answer(self, plan: StepPlan, decoder: StepDecoder, vocab_size: int) -> StepAnswer:
         self.num_steps += 1
         request = worker_pb2.RunRequest.FromString(step_message(plan, 0, self.worker.info.worker_generation))
-        admitted = self.worker.admit(decoder.decode(request.step))
+        admitted = self.worker.ledger.admit(decoder.decode(request.step))
         output = self.worker.runner.launch(admitted).wait()
-        self.worker.record_output(output)
+        self.worker.ledger.record_output(output)
         self.num_drafts += int(output.num_drafts.sum())
         self.num_passes += output.num_passes
         self.num_accepted += int(output.num_tokens.sum()) - output.num_passes * len(output.num_tokens)

@@ -8,8 +8,6 @@ They are swap out, swap in and copy-on-write, in this order. Swaps have a stream
 * A swap in is done before the step computes.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -19,14 +17,6 @@ from worker_svc.step import AdmittedStep, Int32Array
 from worker_svc.streams import Mark, Stream
 
 
-@dataclass(frozen=True, slots=True)
-class _Save:
-    """Blocks that are being copied to the host."""
-
-    blocks: Int32Array
-    done: Mark
-
-
 class BlockMoves:
     """Queues the moves of all steps, in their order. Used only by the device thread."""
 
@@ -34,8 +24,8 @@ class BlockMoves:
         self._pool = pool
         self._compute = compute
         self._swaps = swaps
-        # Oldest first; they end in this order.
-        self._saves: list[_Save] = []
+        # Blocks that are being copied to the host, and when they are; oldest first, and they end in this order.
+        self._saves: list[tuple[Int32Array, Mark]] = []
         # After all work that may use blocks which are free when the next step is planned, unless that step frees some.
         self._free_since = compute.mark()
 
@@ -60,7 +50,7 @@ class BlockMoves:
         self._swaps.wait_for(start)
         with self._swaps.used():
             ops.swap_blocks(self._pool.gpu, self._pool.host, torch.from_numpy(pairs.astype(np.int64)))
-        self._saves.append(_Save(pairs[:, 0], self._swaps.mark()))
+        self._saves.append((pairs[:, 0], self._swaps.mark()))
 
     def _swap_in(self, pairs: Int32Array, start: Mark) -> None:
         self._swaps.wait_for(start)
@@ -71,12 +61,12 @@ class BlockMoves:
         self._saves.clear()
 
     def _wait_for_saves(self, written: Int32Array) -> None:
-        while self._saves and self._saves[0].done.is_passed():
+        while self._saves and self._saves[0][1].is_passed():
             del self._saves[0]
-        overwritten = [index for index, save in enumerate(self._saves) if np.isin(written, save.blocks).any()]
+        overwritten = [index for index, (saved, _) in enumerate(self._saves) if np.isin(written, saved).any()]
         if overwritten:
             last = overwritten[-1]
-            self._compute.wait_for(self._saves[last].done)
+            self._compute.wait_for(self._saves[last][1])
             del self._saves[: last + 1]
 
 

@@ -58,22 +58,19 @@ class StepRunner(Protocol):
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> Launched: ...
 
 
+@dataclass(slots=True, eq=False)
 class StepLane:
     """The steps of one session. When one of them fails, the later ones are dropped.
 
-    Attributes:
-        has_failed: no further step is launched.
-        has_ended: the failure was reported, after the outputs of all earlier steps.
+    Both callbacks run in a device thread: `on_output` once a step, or `on_failure` once for the lane.
     """
 
-    def __init__(
-        self, on_output: Callable[[StepOutput], object], on_failure: Callable[[int, BaseException], object]
-    ) -> None:
-        """Both callbacks run in a device thread: `on_output` once a step, or `on_failure` once for the lane."""
-        self.on_output = on_output
-        self.on_failure = on_failure
-        self.has_failed = False
-        self.has_ended = False
+    on_output: Callable[[StepOutput], object]
+    on_failure: Callable[[int, BaseException], object]
+    has_failed: bool = False
+    """No further step is launched."""
+    has_ended: bool = False
+    """The failure was reported, after the outputs of all earlier steps."""
 
 
 @dataclass(frozen=True, slots=True)

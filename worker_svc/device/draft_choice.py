@@ -84,11 +84,13 @@ class PayingDrafts:
         self._budget_s, self._left_s = 0.0, 0.0
 
     def enter(self, row: int) -> None:
+        """Forgets the evidence of a row that a new sequence occupies."""
         self._right[row] = self._checked[row] = 0.0
         self._due_at[row], self._periods[row], self._pays[row], self._due_from = 0, 1, False, 0
 
     def begin_pass(self, num_rows: int, left_s: float, *, is_first: bool) -> bool:
-        """Forgets the evidence of a row that a new sequence occupies."""
+        """Starts a pass, which has `num_rows` rows without drafts. Returns False if no row needs a guess. `is_first`
+        marks the first pass of a step, and `left_s` is the rest of the step's time."""
         self._num_passes += 1
         self._left_s = left_s
         if num_rows != self._num_rows or self._num_passes % _MAX_PERIOD == 0:
@@ -100,8 +102,7 @@ class PayingDrafts:
         return self._may_pay and (self._may_look or self._any_pays) and self._due_from <= self._num_passes
 
     def are_due(self, rows: NDArray[np.integer]) -> NDArray[np.bool_]:
-        """Starts a pass, which has `num_rows` rows without drafts. Returns False if no row needs a guess. `is_first`
-        marks the first pass of a step, and `left_s` is the rest of the step's time."""
+        """Which of these rows need a guess in the current pass."""
         due_at = self._due_at[rows]
         is_due = due_at <= self._num_passes
         if not is_due.any():
@@ -109,13 +110,14 @@ class PayingDrafts:
         return is_due if self._may_look else is_due & self._pays[rows]
 
     def found_nothing(self, rows: Sequence[int], max_periods: Sequence[int]) -> None:
-        """Which of these rows need a guess in the current pass."""
+        """Records that these rows have no guess in this pass. Each is looked at again within its maximum of passes."""
         self._postpone(np.array(rows), np.array(max_periods))
 
     def plan(self, guesses: Guesses, num_rows: int, num_missing: int) -> NDArray[np.int64]:
-        """Records that these rows have no guess in this pass. Each is looked at again within its maximum of passes."""
+        """Returns the number of tokens, `num_tokens` at most, that a draft model shall guess for each of these rows.
+        The draft model must first compute `num_missing` tokens, at least one per row."""
         counts, _ = self._best(guesses, num_rows, self._model_costs)
-        look_s = float(self._model_costs.of(np.array([num_missing]))[0])
+        look_s = float(self._model_costs.seconds_for(np.array([num_missing]))[0])
         self._model_budget_s = min(self._model_budget_s, _MAX_LOOKS * look_s)
         if not counts.any() and self._model_budget_s >= look_s:
             # Guesses one token for each, to learn when drafts begin to pay.
@@ -124,8 +126,7 @@ class PayingDrafts:
         return counts
 
     def choose(self, guesses: Guesses, num_rows: int) -> NDArray[np.int64]:
-        """Returns the number of tokens, `num_tokens` at most, that a draft model shall guess for each of these rows.
-        The draft model must first compute `num_missing` tokens, at least one per row."""
+        """Returns the number of tokens of each guess to verify in a pass that has `num_rows` rows without drafts."""
         rows = guesses.rows
         counts, saved_s = self._best(guesses, num_rows)
         self._add_to_budget(_SHARE_OF_SAVED * saved_s)
@@ -155,7 +156,7 @@ class PayingDrafts:
         costs[1:] += np.cumsum(reads[order // len(places)])
         if model_costs is not None:
             num_passes = np.maximum.accumulate(order % len(places)) + 1
-            of_pass = model_costs.of(np.arange(1, len(order) + 1) / num_passes)
+            of_pass = model_costs.seconds_for(np.arange(1, len(order) + 1) / num_passes)
             costs[1:] += num_passes * of_pass + model_costs.context_s * np.cumsum(guesses.lengths[order // len(places)])
         rates = (num_rows + np.concatenate(([0.0], np.cumsum(gains.ravel()[order])))) / costs
         if num_rows > 1:
@@ -169,7 +170,7 @@ class PayingDrafts:
         return taken.reshape(gains.shape).sum(1), saved_s
 
     def record_outcomes(self, guesses: Guesses, num_checked: NDArray[np.int64], num_right: NDArray[np.int64]) -> None:
-        """Returns the number of tokens of each guess to verify in a pass that has `num_rows` rows without drafts."""
+        """Records that the first `num_right` of the `num_checked` tokens of each guess were sampled, in order."""
         rows, kinds = guesses.rows, guesses.kinds
         # Drafts after an incorrect one are no evidence.
         num_shown = np.minimum(num_right + 1, num_checked)
@@ -194,7 +195,7 @@ class PayingDrafts:
         self._max_period = min(1 << max(int(needed), 1).bit_length(), _MAX_PERIOD)
 
     def _postpone(self, rows: NDArray[np.integer], max_periods: NDArray[np.integer] | int) -> None:
-        """Records that the first `num_right` of the `num_checked` tokens of each guess were sampled, in order."""
+        """Takes the time of a look at these rows from the budget, and delays the next look at them."""
         self._budget_s -= _LOOKING_S + _LOOKING_ROW_S * len(rows)
         before = self._periods[rows]
         periods = np.minimum(_LONGER * before, np.minimum(np.maximum(max_periods, before), self._max_period))

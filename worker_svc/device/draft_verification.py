@@ -12,10 +12,16 @@ overwritten before they are read.
 Drafts need a host that knows the tokens of the last step when it launches the next one, as on the CPU. There a step of
 decodes may also run the model several times (each run is a pass), with a token per row each time: a small model takes
 no longer for a token than the services take for the messages of a step.
+
+A sample is an entry of `Batch.samples`: a row that draws a token, or several if it has drafts. A guess is a drafter's
+proposal for a sample. Its first tokens, up to the number that the pass verifies, are the drafts of the sample. A step
+calls `release_rows` and `apply_row_changes`, then in each pass `begin_pass` (guesses), `expand` (adds the drafts to the
+batch) and after the draws `record_draws` (decides how many of them count), and at last `end_step`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,8 +39,20 @@ _MAX_PERIOD = 32
 """Maximum passes before the drafter looks again at a row for which it had no guess."""
 
 
+class _Guess(NamedTuple):
+    """Tokens that are guessed to follow a row, and that are written after its tokens."""
+
+    sample: int
+    """The sample of the step that it is for."""
+    row: int
+    kind: int
+    num_tokens: int
+    end: int
+    """Number of tokens of the row, which is the position of the first guessed one."""
+
+
 @dataclass(frozen=True, slots=True)
-class Guessed:
+class _Guessed:
     """The guesses for a pass, and the parts of them that are verified."""
 
     guesses: Guesses
@@ -49,7 +67,11 @@ class Guessed:
 @dataclass(frozen=True, slots=True)
 class DraftedBatch:
     """A batch in which each drafted row occurs once for each of its tokens, in order. It has s samples, the tokens that
-    may be drawn: for each sample of the step, one more than its drafts."""
+    may be drawn: for each sample of the step, one more than its drafts.
+
+    A row that ends with token a and has the drafts b and c occurs three times, with the inputs a, b and c. If it draws
+    b, x and y, then b and x are kept: x was drawn after b, as without drafts, and y after c, which is wrong.
+    """
 
     batch: Batch
     places: NDArray[np.int64]
@@ -71,6 +93,7 @@ class DraftedBatch:
         """
         is_wrong = self.within > 0
         is_wrong[1:] &= (token_ids[:-1] != self.inputs[1:]) | ~is_usable[:-1] | ~is_usable[1:]
+        # Kept are the draws with no wrong one since the first of their sample.
         num_wrong = np.cumsum(is_wrong)
         return num_wrong == num_wrong[np.arange(len(num_wrong)) - self.within]
 
@@ -94,7 +117,7 @@ class Kept:
         return cls(np.flatnonzero(are_kept), are_kept.astype(np.int32), np.zeros(len(are_kept), np.int32))
 
     @classmethod
-    def of_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
+    def from_passes(cls, passes: Sequence["Kept | None"], num_samples: int) -> "Kept":
         """The draws of several consecutive passes, reordered by sample. None stands for a pass without drafts that kept
         one draw of each sample."""
         ones, zeros = np.ones(num_samples, np.int32), np.zeros(num_samples, np.int32)
@@ -135,32 +158,10 @@ class Drafts:
         self._forced = forced
         self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
         # The guesses of the current pass, until it has run.
-        self._guessed: Guessed | None = None
+        self._guessed: _Guessed | None = None
         self._scopes: dict[int, bytes] = {}
         # Rows whose constraint matcher has not seen their latest tokens.
         self._changed: set[int] = set()
-
-    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
-        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
-        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
-        self._guessed, self.looked_in_vain = None, False
-        if not is_first:
-            self._changed.clear()
-        choice = None if self._drafter is None else self.choice
-        if choice is not None and choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
-            self._guess(batch)
-        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
-        self.looked_in_vain &= not has_drafts
-        return has_drafts
-
-    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Number of tokens of each of these rows."""
-        return self._num_tokens[rows]
-
-    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
-        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
-        self._num_tokens[rows] += 1
-        self._compare(token_ids, np.ones(len(token_ids), np.int32))
 
     def release_rows(self, rows: Int32Array) -> None:
         """Lets the drafter learn the output of rows that are released. To be called before other sequences get them."""
@@ -192,6 +193,20 @@ class Drafts:
             if followed[row] is not None:
                 followed[row] = followed[row].anew()
 
+    def begin_pass(self, batch: Batch, left_s: float, *, is_first: bool) -> bool:
+        """Chooses drafts for the next pass, which runs this batch, and returns whether there are any. To be called
+        before each pass. `is_first` marks the first pass of a step, and `left_s` is the rest of the step's time."""
+        self._guessed, self.looked_in_vain = None, False
+        if not is_first:
+            self._changed.clear()
+        drafter, choice = self._drafter, self.choice
+        if drafter is None or choice is None or not choice.begin_pass(len(batch.samples), left_s, is_first=is_first):
+            return False
+        self._guess(batch, drafter, choice)
+        has_drafts = self._guessed is not None and bool(self._guessed.num_drafts.any())
+        self.looked_in_vain &= not has_drafts
+        return has_drafts
+
     def expand(self, batch: Batch) -> DraftedBatch:
         """Moves rows that sample to their real positions, which the scheduler may not know, and adds an entry for each
         draft. `begin_pass` has written the drafts to the rows."""
@@ -201,22 +216,21 @@ class Drafts:
         computed[places] = self._num_tokens[sources] - batch.num_new_tokens[places]
         guessed = self._guessed
         num_drafts = np.zeros(len(samplers), np.int32) if guessed is None else guessed.num_drafts
-        if not num_drafts.any():
-            known = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
-            inputs = self._token_ids[batch.rows, known.ends - 1][places]
-            within = np.zeros(len(samplers), np.int64)
-            return DraftedBatch(known, places, within, inputs, num_drafts)
-        num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
-        num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
-        rows, within = batch.rows.repeat(num_entries), count_up(num_draws)
-        places = (np.cumsum(num_entries) - num_entries)[places].repeat(num_draws) + within
-        expanded = Batch(
-            rows,
-            batch.num_new_tokens.repeat(num_entries),
-            (computed.repeat(num_entries) + count_up(num_entries)).astype(np.int32),
-            batch.samples.repeat(num_draws, axis=0),
-        )
-        inputs = self._token_ids[rows, expanded.ends - 1][places]
+        expanded = Batch(batch.rows, batch.num_new_tokens, computed, batch.samples)
+        within = np.zeros(len(samplers), np.int64)
+        if num_drafts.any():
+            # A drafted row has an entry for each of its draws; all other rows keep one entry.
+            num_entries, num_draws = np.ones(len(batch.rows), np.int64), 1 + num_drafts
+            num_entries[places[num_drafts > 0]] = num_draws[num_drafts > 0]
+            within = count_up(num_draws)
+            places = (np.cumsum(num_entries) - num_entries)[places].repeat(num_draws) + within
+            expanded = Batch(
+                batch.rows.repeat(num_entries),
+                batch.num_new_tokens.repeat(num_entries),
+                (computed.repeat(num_entries) + count_up(num_entries)).astype(np.int32),
+                batch.samples.repeat(num_draws, axis=0),
+            )
+        inputs = self._token_ids[expanded.rows, expanded.ends - 1][places]
         return DraftedBatch(expanded, places, within, inputs, num_drafts)
 
     def record_draws(
@@ -242,83 +256,83 @@ class Drafts:
             self._model.record_lengths(samplers, self._num_tokens[samplers])
         return kept
 
+    def extend(self, rows: NDArray[np.integer], token_ids: NDArray[np.integer]) -> None:
+        """Each of these rows got a token, in a pass without drafts that drew `token_ids` for its samples."""
+        self._num_tokens[rows] += 1
+        self._compare(token_ids, np.ones(len(token_ids), np.int32))
+
+    def num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Number of tokens of each of these rows."""
+        return self._num_tokens[rows]
+
     def end_step(self, batch: Batch) -> None:
         """All passes of this batch have run."""
         if self._model is not None:
             rows = batch.samples[:, 0].astype(np.int64)
             self._model.end_step(rows, self._num_tokens[rows])
 
-    def _forced_of(self, rows: NDArray[np.integer]) -> Mapping[int, Sequence[int]]:
-        constrained = [
-            row for row in rows[self._rows.sampling.has_constraint[rows]].tolist() if row not in self._changed
-        ]
-        return self._forced(constrained) if constrained else {}
-
-    def _guess(self, batch: Batch) -> None:
+    def _guess(self, batch: Batch, drafter: Drafter, choice: PayingDrafts) -> None:
         """Writes guesses after the tokens of rows that may have drafts, and chooses the drafts that the pass
         verifies."""
-        if self._drafter is None or self.choice is None:
-            return
         samplers = batch.samples[:, 0]
         # `Batch.max_drafts` counts a token for each run of the model but one, and then the drafts.
         max_drafts = np.minimum(batch.max_drafts - (batch.max_passes - 1), self._max_drafts)
         drafting = np.flatnonzero(max_drafts > 0)
-        drafting = drafting[self.choice.are_due(samplers[drafting])] if len(drafting) else drafting
+        drafting = drafting[choice.are_due(samplers[drafting])] if len(drafting) else drafting
         if not len(drafting):
             return
         self.looked_in_vain = True
-        forced = self._forced_of(samplers[drafting])
-        found: list[tuple[int, int, int, int, int]] = []
-        missing: list[int] = []
-        for sample in drafting.tolist():
-            row = int(samplers[sample])
-            end = int(self._num_tokens[row])
-            followed = self._rows.sampling.followed[row]
-            text = RowText(self._token_ids[row, :end], followed, forced.get(row, ()), self._scopes.get(row, b""))
-            token_ids, kind = self._drafter.draft(text, int(max_drafts[sample]))
-            if len(token_ids):
-                self._token_ids[row, end : end + len(token_ids)] = token_ids
-                found.append((sample, row, kind, len(token_ids), end))
-            else:
-                missing.append(sample)
-        if missing and self._model is not None:
-            places = np.array(missing)
-            found += self._guess_by_model(self._model, places, samplers[places], max_drafts[places], len(samplers))
-            missing = sorted({*missing}.difference(each[0] for each in found))
-        if missing:
-            rows_missing = [int(samplers[sample]) for sample in missing]
-            self.choice.found_nothing(rows_missing, list(map(self._max_period, rows_missing)))
+        found = self._guess_by_drafter(drafter, drafting, samplers[drafting], max_drafts[drafting])
+        if self._model is not None and len(missing := _without_guess(drafting, found)):
+            guesses = Guesses(
+                samplers[missing].astype(np.int64),
+                np.full(len(missing), OF_MODEL),
+                max_drafts[missing].astype(np.int64),
+                self._num_tokens[samplers[missing]],
+            )
+            found += self._guess_by_model(self._model, choice, missing, guesses, len(samplers))
+        if len(missing := _without_guess(drafting, found)):
+            rows_missing = samplers[missing].tolist()
+            choice.found_nothing(rows_missing, list(map(self._max_period, rows_missing)))
         if not found:
             return
         guessing, rows, kinds, num_tokens, ends = np.array(found).T
         guesses, num_drafts = Guesses(rows, kinds, num_tokens, ends), np.zeros(len(samplers), np.int32)
-        chosen = self.choice.choose(guesses, len(samplers))
+        chosen = choice.choose(guesses, len(samplers))
         num_drafts[guessing] = np.clip(self._max_verified - (np.cumsum(chosen) - chosen), 0, chosen)
-        self._guessed = Guessed(guesses, guessing, self._token_ids[rows, ends], num_drafts)
+        self._guessed = _Guessed(guesses, guessing, self._token_ids[rows, ends], num_drafts)
+
+    def _guess_by_drafter(
+        self, drafter: Drafter, samples: NDArray[np.int64], rows: Int32Array, max_drafts: Int32Array
+    ) -> list[_Guess]:
+        """Guesses for these samples of the step, of at most `max_drafts` tokens each. All are [n]."""
+        sampling = self._rows.sampling
+        constrained = [row for row in rows[sampling.has_constraint[rows]].tolist() if row not in self._changed]
+        forced = self._forced(constrained) if constrained else {}
+        found: list[_Guess] = []
+        for sample, row, maximum in zip(samples.tolist(), rows.tolist(), max_drafts.tolist(), strict=True):
+            end = int(self._num_tokens[row])
+            scope = self._scopes.get(row, b"")
+            text = RowText(self._token_ids[row, :end], sampling.followed.item(row), forced.get(row, ()), scope)
+            token_ids, kind = drafter.draft(text, maximum)
+            if len(token_ids):
+                self._token_ids[row, end : end + len(token_ids)] = token_ids
+                found.append(_Guess(sample, row, kind, len(token_ids), end))
+        return found
+
+    def _guess_by_model(
+        self, model: DraftModel, choice: PayingDrafts, samples: NDArray[np.int64], most: Guesses, num_rows: int
+    ) -> list[_Guess]:
+        """Guesses of the draft model for these samples that are expected to pay; `most` are the largest ones."""
+        counts = choice.plan(most, num_rows, model.num_missing(most.rows, most.lengths))
+        model.guess(most.rows, most.lengths, counts)
+        columns = (each[counts > 0].tolist() for each in (samples, most.rows, most.kinds, counts, most.lengths))
+        return [_Guess(*guess) for guess in zip(*columns, strict=True)]
 
     def _max_period(self, row: int) -> int:
         """Maximum passes until a row is looked at again: few if it has a prediction, which soon matches again."""
         followed = self._rows.sampling.followed[row]
         return _MAX_PERIOD if followed is None else max(followed.num_beside // 4, 1)
-
-    def _guess_by_model(
-        self,
-        model: DraftModel,
-        places: NDArray[np.int64],
-        rows: NDArray[np.integer],
-        max_drafts: NDArray[np.integer],
-        num_rows: int,
-    ) -> list[tuple[int, int, int, int, int]]:
-        """Guesses of the draft model that are expected to pay: sample, row, kind, number, end."""
-        assert self.choice is not None
-        rows = rows.astype(np.int64)
-        ends = self._num_tokens[rows]
-        guesses = Guesses(rows, np.full(len(rows), OF_MODEL), max_drafts.astype(np.int64), ends)
-        counts = self.choice.plan(guesses, num_rows, model.num_missing(rows, ends))
-        model.guess(rows, ends, counts)
-        chosen = np.flatnonzero(counts)
-        columns = (places, rows, guesses.kinds, counts, ends)
-        return list(zip(*(each[chosen].tolist() for each in columns), strict=True))
 
     def _compare(self, firsts: NDArray[np.integer], num_tokens: NDArray[np.integer]) -> None:
         """Reports which guesses of this pass were correct; for guesses that were not verified, only the first token.
@@ -329,3 +343,7 @@ class Drafts:
         num_drafts, samples = guessed.num_drafts[guessed.samples], guessed.samples
         num_right = np.where(num_drafts > 0, num_tokens[samples] - 1, firsts[samples] == guessed.first)
         choice.record_outcomes(guessed.guesses, np.maximum(num_drafts, 1), np.maximum(num_right, 0))
+
+
+def _without_guess(samples: NDArray[np.int64], found: Sequence[_Guess]) -> NDArray[np.int64]:
+    return samples[~np.isin(samples, [each.sample for each in found])]

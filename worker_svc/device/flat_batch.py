@@ -33,7 +33,7 @@ class Layout:
     max_seq_len: int
 
     @classmethod
-    def of(cls, batch: Batch) -> "Layout":
+    def from_batch(cls, batch: Batch) -> "Layout":
         rows, computed = batch.rows.astype(np.int64), batch.num_computed_tokens.astype(np.int64)
         num_rows, max_query_len = len(rows), int(batch.num_new_tokens.max())
         if max_query_len == 1:
@@ -48,7 +48,7 @@ class Layout:
 
 def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
     """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to."""
-    layout = Layout.of(batch)
+    layout = Layout.from_batch(batch)
     if rows.token_ids.device.type == "cpu":
         return input_on_host(layout, rows, kv_caches, block_size)
     return input_on_device(layout, rows, kv_caches, block_size)
@@ -95,18 +95,9 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
     return ModelInput(token_ids, positions, attention, kv_caches, of_tokens if len(slots) else None)
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A batch in which each row may occur several times, as it is given to the model."""
-
-    batch: Batch
-    places: NDArray[np.int64]
-    """[s], the place in `batch.rows` that each sample draws from: the last one of its row."""
-
-
 def split_outputs(
     batch: Batch, num_prompt_tokens: NDArray[np.int64], places: NDArray[np.int64] | None = None
-) -> Split | None:
+) -> tuple[Batch, NDArray[np.int64]] | None:
     """Gives output tokens that are computed again, after a loss or a preemption, an entry of one token each.
 
     Attention has one kernel for an entry of one token and one for several, whose rounding differs. So a token of the
@@ -117,7 +108,8 @@ def split_outputs(
         places: The result of `sample_places`; needed if a row is in the batch several times already.
 
     Returns:
-        None if nothing is split.
+        The batch in which a row may occur several times, and the place in its `rows` that each sample draws from: the
+        last one of its row. None if nothing is split.
     """
     new = batch.num_new_tokens.astype(np.int64)
     if int(new.max(initial=1)) == 1:
@@ -136,7 +128,7 @@ def split_outputs(
     computed = (batch.num_computed_tokens.repeat(num_entries) + before).astype(np.int32)
     lasts = np.cumsum(num_entries) - 1
     places = sample_places(batch) if places is None else places
-    return Split(Batch(batch.rows.repeat(num_entries), num_new, computed, batch.samples), lasts[places])
+    return Batch(batch.rows.repeat(num_entries), num_new, computed, batch.samples), lasts[places]
 
 
 def count_up(counts: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from quire.model_files.progress import shown_bytes
 from quire.runtime import clock
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
-from worker_svc.device.pool_file import KvNamespace, PoolFile
+from worker_svc.device.pool_file import PoolFile
 from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM
 from worker_svc.step import PoolGeometry
@@ -235,22 +235,13 @@ def pool_geometry(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PoolPlace:
-    """The file of a pool, and whether another place is better if the file gets no huge pages."""
-
-    file: PoolFile
-    namespace: KvNamespace
-    needs_huge_pages: bool
-
-
 def allocate_pool(
     geometry: PoolGeometry,
     device: torch.device,
     dtype: torch.dtype,
     *,
     with_padding: bool = False,
-    place: PoolPlace | None = None,
+    place: PoolFile | None = None,
     draft_model: CausalLM | None = None,
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
@@ -260,7 +251,7 @@ def allocate_pool(
     Args:
         dtype: of keys and values.
         with_padding: adds a block on the device for keys and values that are computed and not kept.
-        place: of a pool on the CPU that may hold blocks already. Without one it is private memory.
+        place: file of a pool on the CPU that may hold blocks already. Without one it is private memory.
         draft_model: has further layers.
 
     Raises:
@@ -292,18 +283,18 @@ def allocate_pool(
 
 
 def _map_layers(
-    place: PoolPlace | None, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+    place: PoolFile | None, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
 ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
     """The layers in their file; None if they do better elsewhere."""
     if place is None:
         return None
-    mapped = place.file.map(place.namespace, shapes[0][1], shapes, dtype, needs_huge_pages=place.needs_huge_pages)
+    mapped = place.map(shapes[0][1], shapes, dtype)
     if mapped is None:
         _logger.info(
             "the KV pool ends with this worker: a file in memory gets no huge pages here, and steps would be slower; "
             "--persistent-kv-cache on puts it there"
         )
-        place.file.close()
+        place.close()
     return mapped
 
 

@@ -37,7 +37,9 @@ class PassCosts:
     draft_context_s: float = 0.0
 
     @classmethod
-    def of_measured(cls, seconds: Sequence[float], context_s: float = 0.0, draft_context_s: float = 0.0) -> "PassCosts":
+    def from_measurements(
+        cls, seconds: Sequence[float], context_s: float = 0.0, draft_context_s: float = 0.0
+    ) -> "PassCosts":
         """The costs from measured passes of 1, 2, 4 and so on rows, without noise of other processes: fewer rows take
         no longer, twice the rows take at most twice as long, and each further row costs something."""
         plausible = [*np.minimum.accumulate(seconds[::-1])[::-1].tolist()]
@@ -46,7 +48,7 @@ class PassCosts:
             plausible[index] = min(max(plausible[index], before + more), 2 * before)
         return cls([2**index for index in range(len(plausible))], plausible, context_s, draft_context_s)
 
-    def of(self, num_rows: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
+    def seconds_for(self, num_rows: NDArray[np.integer] | NDArray[np.floating]) -> NDArray[np.float64]:
         """Returns the seconds of passes without context. Rows beyond the measured ones cost what the last ones did."""
         within = np.interp(num_rows, self.num_rows, self.seconds)
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.num_rows[-1] - self.num_rows[-2])
@@ -91,7 +93,7 @@ class PassTimes:
             return
         count, num_guesses, size = int(num_drafts.sum()), np.count_nonzero(num_drafts), num_rows.bit_length()
         if count and not is_first:
-            plain, drafted = self._costs.of(num_rows + np.array([0, count]))
+            plain, drafted = self._costs.seconds_for(num_rows + np.array([0, count]))
             added_s = seconds / self._slowdown - plain - _GUESSING_S - _GUESSING_ROW_S * num_guesses
             expected_s = drafted - plain
             if not self._num_known[size]:
@@ -127,8 +129,8 @@ class PassTimes:
         """Returns the seconds of passes without context that have `num_rows` rows and each of these numbers of drafts.
         `num_guesses` rows have a guess."""
         assert self._costs is not None, "costs"
-        plain = self._costs.of(np.array([num_rows]))
+        plain = self._costs.seconds_for(np.array([num_rows]))
         size = num_rows.bit_length()
         of_drafts = float(self._added_s[size] / self._expected_to_add_s[size])
-        more = min(max(of_drafts, _LEAST), _MOST) * (self._costs.of(num_rows + num_drafts) - plain)
+        more = min(max(of_drafts, _LEAST), _MOST) * (self._costs.seconds_for(num_rows + num_drafts) - plain)
         return self._slowdown * (plain + more + (num_drafts > 0) * (_GUESSING_S + _GUESSING_ROW_S * num_guesses))

@@ -21,7 +21,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -99,25 +98,24 @@ def _whole_pages(num_bytes: int) -> int:
 class PoolFile:
     """An open file that only this process uses while it lives."""
 
-    def __init__(self, path: Path, file: int) -> None:
-        self._path = path
-        self._file = file
-
-    @classmethod
-    def open(cls, path: Path) -> Self:
+    def __init__(self, path: Path, namespace: KvNamespace, *, needs_huge_pages: bool = False) -> None:
         """Waits a moment for another process that uses it.
+
+        Args:
+            namespace: of the blocks that it holds or will hold.
+            needs_huge_pages: another place is better for large layers, if the file gets no huge pages.
 
         Raises:
             ConfigurationError: it cannot be opened, or has a name and holds something else, which a pool would erase.
         """
-        file = open_alone(path, "--kv-cache-file")
-        begin = os.pread(file, len(_MAGIC), 0)
-        if os.fstat(file).st_nlink and begin != _MAGIC and any(begin):
-            os.close(file)
+        self._path, self._namespace, self._needs_huge_pages = path, namespace, needs_huge_pages
+        self._file = open_alone(path, "--kv-cache-file")
+        begin = os.pread(self._file, len(_MAGIC), 0)
+        if os.fstat(self._file).st_nlink and begin != _MAGIC and any(begin):
+            os.close(self._file)
             raise ConfigurationError(
                 f"--kv-cache-file {path} holds something else than a KV pool; remove it, or name another file"
             )
-        return cls(path, file)
 
     def close(self) -> None:
         """Gives all memory back, and lets others use the file."""
@@ -129,26 +127,18 @@ class PoolFile:
         """Memory that it takes."""
         return os.fstat(self._file).st_blocks * 512
 
-    def num_held(self, namespace: KvNamespace) -> int | None:
-        """The number of blocks that the file holds; None if it holds none of this namespace."""
+    @property
+    def num_held(self) -> int | None:
+        """The number of blocks that the file holds; None if it holds none of its namespace."""
         header = os.pread(self._file, _HEADER_BYTES, 0)
         number = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + 8], "little")
-        return number if header == _header(namespace, number) else None
+        return number if header == _header(self._namespace, number) else None
 
     def map(
-        self,
-        namespace: KvNamespace,
-        num_blocks: int,
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        *,
-        needs_huge_pages: bool,
+        self, num_blocks: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-        """Maps the layers of these shapes, and returns them with the inventory of the usable earlier blocks.
-
-        Args:
-            num_blocks: The blocks of each layer.
-            needs_huge_pages: Return None if the file gets no huge pages and the layers are large enough to need them.
+        """Maps the layers of these shapes, of `num_blocks` blocks each; returns them with the inventory of the usable
+        earlier blocks. None if another place is better.
 
         Raises:
             MemoryError: the file cannot be mapped.
@@ -156,7 +146,7 @@ class PoolFile:
         """
         layout = FileLayout(num_blocks, [math.prod(shape) * dtype.itemsize for shape in shapes])
         self._check_space(layout.num_bytes)
-        is_held = self.num_held(namespace) == num_blocks and os.fstat(self._file).st_size >= layout.num_bytes
+        is_held = self.num_held == num_blocks and os.fstat(self._file).st_size >= layout.num_bytes
         try:
             if not is_held:
                 # All that was there is gone, the header first.
@@ -167,14 +157,16 @@ class PoolFile:
         memory = map_file(self._file, layout.num_bytes)
         if not is_held:
             first = memory[layout.layer(0)]
-            are_large = needs_huge_pages and first.nbytes >= HUGE_PAGE
+            are_large = self._needs_huge_pages and first.nbytes >= HUGE_PAGE
             if are_large and not (populate(first, 0, HUGE_PAGE) and collapse(first, 0, HUGE_PAGE)):
                 return None
-            header = _header(namespace, num_blocks)
+            header = _header(self._namespace, num_blocks)
             os.pwrite(self._file, header[:-_DIGEST_BYTES], 0)
             os.pwrite(self._file, header[-_DIGEST_BYTES:], _HEADER_BYTES - _DIGEST_BYTES)
         inventory = memory.numpy()[_INVENTORY_AT : _INVENTORY_AT + num_blocks * (1 + HASH_BYTES)]
-        seals = SealInventory.over(inventory[:num_blocks], inventory[num_blocks:].reshape(num_blocks, HASH_BYTES))
+        seals = SealInventory(
+            num_blocks, (inventory[:num_blocks], inventory[num_blocks:].reshape(num_blocks, HASH_BYTES))
+        )
         layers = tuple(memory[layout.layer(index)].view(dtype).view(*shape) for index, shape in enumerate(shapes))
         if is_held:
             _logger.info("%d of %d blocks are final since before", len(seals.snapshot().block_ids), num_blocks)

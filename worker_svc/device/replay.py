@@ -24,8 +24,11 @@ from torch import Tensor
 from kernels.recording import NotRecordableError, record
 from quire.runtime.settings import ConfigurationError
 from worker_svc.device.kv_pool import KvPool, zeros
+from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
+from worker_svc.sampling.sampler import Drawn, RowDraws
+from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.step import Batch, WorkerLimits
 
 # Larger batches gain little: the device works longer on each kernel than the host takes to queue it.
@@ -399,3 +402,51 @@ def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int
     """The room of a recording on the CPU, over the pool of all steps."""
     num_columns = pool.geometry.blocks_for(max_model_len)
     return make_room(num_tokens, num_rows, num_columns, pool.of_model, max_model_len, torch.device("cpu"))
+
+
+class DecodeRun:
+    """Some passes of the same n rows on the CPU. Each gives each row one token, which the next one computes.
+
+    The general preparation of a pass by `ModelRunner` (drafts, masks, rules, reports) takes about half a millisecond of
+    Python. Between two passes of rows that need only a draw from their logits, just the tokens, their positions and
+    their slots change, and the random numbers of all passes are made at once.
+
+    Attributes:
+        num_left: The passes that may still run.
+    """
+
+    def __init__(
+        self,
+        decodes: RecordedDecodes,
+        rows: Rows,
+        chosen: NDArray[np.integer],
+        columns: SamplingColumns,
+        starts: NDArray[np.int64],
+        num_passes: int,
+        block_size: int,
+    ) -> None:
+        """
+        Args:
+            chosen: [n], which of `rows`. They have blocks for all passes.
+            columns: of these, which need only a draw from their logits.
+            starts: [n], the position of the token of each that the first pass computes.
+        """
+        self.num_left = num_passes
+        self._decodes, self._token_ids = decodes, rows.token_ids.numpy()
+        self._rows = chosen.astype(np.int64)
+        self._positions = starts + np.arange(num_passes + 1)[:, None]
+        blocks, offsets = np.divmod(self._positions[:-1], block_size)
+        tables = rows.block_tables.numpy()
+        self._slots = tables[self._rows, blocks].astype(np.int64) * block_size + offsets
+        self._draws = RowDraws.from_columns(columns, starts + 1, num_passes)
+        decodes.set_rows(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
+
+    def next(self) -> Drawn:
+        """Runs a pass, and appends the drawn tokens to the rows."""
+        index = len(self._slots) - self.num_left
+        self.num_left -= 1
+        positions, after = self._positions[index : index + 2]
+        logits = self._decodes.run(self._token_ids[self._rows, positions], positions, self._slots[index])
+        drawn = self._draws.draw(logits, index)
+        self._token_ids[self._rows, after] = drawn.token_ids.numpy()
+        return drawn

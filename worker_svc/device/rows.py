@@ -17,13 +17,7 @@ from torch import Tensor
 
 from worker_svc.device.kv_pool import zeros
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.step import (
-    AssignRow,
-    Int32Array,
-    RowChanges,
-    SetTokens,
-    Step,
-)
+from worker_svc.step import AssignRow, Int32Array, RowChanges, SetTokens, Step
 from worker_svc.streams import to_device
 
 

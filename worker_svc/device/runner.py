@@ -18,7 +18,6 @@ from torch import Tensor
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from worker_svc.device.block_moves import BlockMoves
-from worker_svc.device.decode_run import DecodeRun, are_plain
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.draft_verification import Drafts, Kept
@@ -38,6 +37,7 @@ from worker_svc.device.pass_times import PassCosts, PassTimes
 from worker_svc.device.replay import (
     CudaGraphRecorder,
     DecodeGraphs,
+    DecodeRun,
     GraphRecorder,
     GraphShapes,
     make_decodes,
@@ -167,11 +167,6 @@ class _Pass:
         return _NONE if self.kept is None else self.kept.num_drafts
 
     @property
-    def reports_more(self) -> bool:
-        """Whether a row reports more than tokens."""
-        return bool((self.columns.wants_logprobs | (self.columns.num_candidates > 0)).any())
-
-    @property
     def is_usable(self) -> bool:
         """Whether no row fails, on the host."""
         none_is_left_out = self.kept is None or bool(self.kept.num_tokens.all())
@@ -180,7 +175,7 @@ class _Pass:
 
 def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) -> _Pass:
     """Passes of a batch of decodes as one, on the host."""
-    kept = Kept.of_passes([each.kept for each in passes], len(batch.samples))
+    kept = Kept.from_passes([each.kept for each in passes], len(batch.samples))
     drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
     drawn, rows = drawn.take(kept.draws), np.concatenate([each.rows for each in passes])[kept.draws]
     rows_ran, num_new, computed, samples = (
@@ -253,7 +248,12 @@ class LaunchedStep:
 
 
 class ModelRunner:
-    """The device's side of one worker. Made and used by one thread, except for `LaunchedStep.wait`."""
+    """The device's side of one worker. Made and used by one thread, except for `LaunchedStep.wait`.
+
+    Attributes:
+        seals: The blocks whose content is final.
+        is_asynchronous: Whether `launch` returns before the work is done.
+    """
 
     def __init__(
         self,
@@ -277,7 +277,8 @@ class ModelRunner:
         """
         self._model = model
         self._pool = pool
-        self._streams = streams or Streams.of(model.device)
+        self.is_asynchronous = model.device.type == "cuda"
+        self._streams = streams or Streams.on_device(model.device)
         self._moves = BlockMoves(pool, self._streams.compute, self._streams.swaps)
         # The row after the rows of steps pads batches.
         self._padding_row = limits.max_num_rows
@@ -296,19 +297,9 @@ class ModelRunner:
         if limits.max_drafts or limits.max_passes > 1:
             drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model)
         self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
-        self._seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
+        self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
-
-    @property
-    def seals(self) -> SealInventory:
-        """The blocks whose content is final."""
-        return self._seals
-
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether `launch` returns before the work is done."""
-        return self._model.device.type == "cuda"
 
     def predict_passes(self, times: PassTimes) -> None:
         """Uses these predictions of passes from now on, and reports the time of passes to them."""
@@ -326,11 +317,11 @@ class ModelRunner:
 
     def sealed_blocks(self) -> SealedBlocks:
         """All blocks whose content is final. To be called when no step is running."""
-        return self._seals.snapshot()
+        return self.seals.snapshot()
 
     def release_memory(self) -> None:
         """Gives the memory of a pool on the CPU back to the system. To be called when no step is running."""
-        self._seals.clear()
+        self.seals.clear()
         self._pool.release()
 
     @torch.inference_mode()
@@ -363,7 +354,7 @@ class ModelRunner:
         step, batch = admitted.step, admitted.step.batch
         self._model.ranks.agree(step.scheduler_epoch, step.step_id)
         self._num_launched += 1
-        self._seals.begin_write(admitted.written_blocks, self._num_launched)
+        self.seals.begin_write(admitted.written_blocks, self._num_launched)
         stopwatch = Stopwatch(self._model.device)
         self._moves.run(admitted)
         failpoint("worker.step.moved")
@@ -389,7 +380,7 @@ class ModelRunner:
             number=self._num_launched,
             queue_us=queue_us,
             stopwatch=stopwatch,
-            seals=self._seals,
+            seals=self.seals,
             failed_prompts=self._failed_prompts,
         )
 
@@ -398,63 +389,59 @@ class ModelRunner:
 
     def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
         """Runs the first pass of a batch of decodes, and further passes while they fit the time."""
-        passes, elapsed_s, num_rows = [first], stopwatch.elapsed_s, len(batch.rows)
+        passes, elapsed_s, num_rows, drafts = [first], stopwatch.elapsed_s, len(batch.rows), self._drafts
+        assert drafts is not None, "what counts the tokens of rows that run on"
         self._pass_times.record_pass(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
         # Their newest tokens before the step.
         samplers, kept = batch.samples[:, 0], first.kept
-        newest = self._num_tokens(samplers) - (1 if kept is None else kept.num_tokens) - 1
+        newest = drafts.num_tokens(samplers) - (1 if kept is None else kept.num_tokens) - 1
         while elapsed_s + self._pass_times.expected_s(num_rows) <= self._multi_step_s:
-            if (further := self._further(batch, passes)) is None or self._have_ended(samplers, newest):
+            further = self._further(batch, passes)
+            if further is None or self._have_ended(samplers, newest, drafts.num_tokens(samplers)):
                 break
-            left_s = self._multi_step_s - elapsed_s
-            if self._drafts is not None and self._drafts.begin_pass(further, left_s, is_first=False):
+            if drafts.begin_pass(further, self._multi_step_s - elapsed_s, is_first=False):
                 run = None
             elif run is None or run.num_left == 0:
-                run = self._plain_run(further, first.columns)
+                run = self._plain_run(further, first.columns, drafts)
             if run is None:
                 passes.append(self._run(further, _NO_CHANGES)[0])
             else:
-                passes.append(self._run_plain(run, batch, first))
+                passes.append(self._run_plain(run, batch, first, drafts))
             before_s, elapsed_s = elapsed_s, stopwatch.elapsed_s
-            if self._drafts is None or not self._drafts.looked_in_vain:
+            if not drafts.looked_in_vain:
                 # The time of the look for guesses is no part of a pass without drafts.
                 self._pass_times.record_pass(num_rows, elapsed_s - before_s, passes[-1].num_drafts, is_first=False)
         return passes
 
-    def _num_tokens(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        assert self._drafts is not None, "what counts the tokens of rows that run on"
-        return self._drafts.num_tokens(rows)
-
-    def _have_ended(self, rows: NDArray[np.integer], begins: NDArray[np.integer]) -> bool:
-        """Whether each of a few rows has a token, from this position on, that ends it. The previous step may have drawn
-        it before the scheduler learns of it."""
+    def _have_ended(self, rows: NDArray[np.integer], begins: NDArray[np.integer], ends: NDArray[np.integer]) -> bool:
+        """Whether each of a few rows has a token, between these positions, that ends it. The previous step may have
+        drawn it before the scheduler learns of it."""
         if len(rows) > _MAX_ENDING:
             return False
         token_ids, endings = self._rows.token_ids.numpy(), self._rows.sampling.endings
-        places = zip(rows.tolist(), begins.tolist(), self._num_tokens(rows).tolist(), strict=True)
+        places = zip(rows.tolist(), begins.tolist(), ends.tolist(), strict=True)
         return all(not set(token_ids[row, begin:end].tolist()).isdisjoint(endings[row]) for row, begin, end in places)
 
-    def _plain_run(self, batch: Batch, columns: SamplingColumns) -> DecodeRun | None:
+    def _plain_run(self, batch: Batch, columns: SamplingColumns, drafts: Drafts) -> DecodeRun | None:
         """All passes that a batch of decodes may have, if its rows need only a draw and have no drafts."""
-        drafts, decodes = self._drafts, self._run_decodes
-        if drafts is None or decodes is None or not samples_every_token(batch):
+        if (decodes := self._run_decodes) is None or not samples_every_token(batch):
             return None
-        if len(columns.seed) != len(batch.rows) or not are_plain(columns):
+        is_special = columns.changes_logits | columns.reports_more | columns.is_refused
+        if len(is_special) != len(batch.rows) or is_special.any():
             return None
         num_passes = min(batch.max_passes, 1 + int(batch.max_drafts.min()))
         starts = drafts.num_tokens(batch.rows) - 1
         return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, self._pool.geometry.block_size)
 
-    def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass") -> "_Pass":
+    def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass", drafts: Drafts) -> "_Pass":
         """One pass of `_plain_run`. Its rows and their parameters are the same as in the step's first pass."""
-        assert self._drafts is not None
         drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
         token_ids, is_usable = drawn.token_ids.numpy(), drawn.is_finite.numpy()
         if not is_usable.all():
             kept = Kept.where(is_usable)
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
-        self._drafts.extend(rows, token_ids)
+        drafts.extend(rows, token_ids)
         return _Pass(batch, rows, columns, drawn, kept, None)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
@@ -464,7 +451,7 @@ class ModelRunner:
             return None
         num_more = 1 + batch.max_drafts - sum(1 if each.kept is None else each.kept.num_tokens for each in passes)
         last = passes[-1]
-        if (num_more < 1).any() or last.reports_more or not last.is_usable:
+        if (num_more < 1).any() or last.columns.reports_more.any() or not last.is_usable:
             return None
         return replace(batch, max_drafts=num_more - 1, max_passes=batch.max_passes - len(passes))
 
@@ -480,13 +467,13 @@ class ModelRunner:
         if not self.is_asynchronous:
             num_prompt_tokens = self._rows.sampling.num_prompt_tokens
             if (split := split_outputs(batch, num_prompt_tokens, places)) is not None:
-                batch, places = split.batch, split.places
+                batch, places = split
             lone = find_lone_tokens(batch, num_prompt_tokens)
         samples = plan_samples(batch, places)
         masks_made = None
         if self._matchers is not None:
             inputs = None if drafted is None else drafted.inputs
-            masks_made = self._matchers.start_masks(changes, samples.rows, inputs)
+            masks_made = self._matchers.start_masks(changes, samples.rows, self._rows.sampling.has_constraint, inputs)
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and lone is None and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
@@ -520,7 +507,7 @@ class ModelRunner:
             kept = self._drafts.record_draws(asked, drafted, drawn, columns, is_first=stopwatch is not None)
         if kept is not None and logits is not None:
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
-            if (columns.wants_logprobs | (columns.num_candidates > 0)).any():
+            if columns.reports_more.any():
                 logits = logits[torch.from_numpy(kept.draws)]
         if logits is not None:
             logprobs = gather_logprobs(logits, drawn.token_ids, columns)

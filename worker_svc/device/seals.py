@@ -1,7 +1,7 @@
 """The inventory of sealed blocks: blocks of the KV pool whose content is final, with their hashes. Needs no torch."""
 
 import threading
-from typing import Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,24 +18,15 @@ class SealInventory:
     has begun to write it. On a GPU two threads use an inventory.
     """
 
-    def __init__(self, num_gpu_blocks: int) -> None:
-        """Without any."""
+    def __init__(self, num_gpu_blocks: int, held: tuple[NDArray[np.uint8], NDArray[np.uint8]] | None = None) -> None:
+        """`held` is memory that may outlive this process, which may be killed at any moment: [n] whether a block is
+        sealed, 0 if not, and the hashes [n, HASH_BYTES]. Without it no block is sealed."""
         self._lock = threading.Lock()
-        self._sealed = np.zeros(num_gpu_blocks, dtype=np.uint8)
+        nothing = np.zeros(num_gpu_blocks, dtype=np.uint8), np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
+        self._sealed, self._hashes = nothing if held is None else held
         self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
-        self._hashes = np.zeros((num_gpu_blocks, HASH_BYTES), dtype=np.uint8)
         # The number of writes of each block that began.
         self._num_writes = np.zeros(num_gpu_blocks, dtype=np.int64)
-
-    @classmethod
-    def over(cls, sealed: NDArray[np.uint8], hashes: NDArray[np.uint8]) -> Self:
-        """One that lies in memory that may outlive this process, which may be killed at any moment: [n] whether a block
-        is sealed, 0 if not, and [n, HASH_BYTES]."""
-        inventory = cls(0)
-        inventory._sealed, inventory._hashes = sealed, hashes
-        inventory._last_written = np.zeros(len(sealed), dtype=np.int64)
-        inventory._num_writes = np.zeros(len(sealed), dtype=np.int64)
-        return inventory
 
     def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
         """A step is about to write these blocks."""

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from kernels import exchange
 from kernels.exchange import MAX_RANKS
@@ -85,7 +85,7 @@ def rendezvous(
     served = _serve_store(address, patience) if rank == 0 else None
     try:
         store = _enter(served, address, rank, size, patience)
-        store.wait([_entered(other) for other in range(size)], patience.rendezvous)
+        store.wait([f"entered/{other}" for other in range(size)], patience.rendezvous)
         _start_watch(address, rank, size, patience, stopping)
         backend = backend_for(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience.rendezvous)
@@ -152,7 +152,7 @@ def _enter(served: TCPStore | None, address: TcpAddress, rank: int, size: int, p
             _wait_until_served(address, deadline)
         store = _open_store(address, patience) if served is None else served
         try:
-            if store.add(_entered(rank), 1) == 1:
+            if store.add(f"entered/{rank}", 1) == 1:
                 return store
         except RuntimeError as error:
             _logger.debug("the store went away: %s", error)
@@ -197,17 +197,17 @@ def _watch(
             continue
         try:
             if offer is not None:
-                store.set(_lifeline(rank), offer)
+                store.set(f"lifeline/{rank}", offer)
                 offer = None
-            for other in [other for other in to_connect if store.check([_lifeline(other)])]:
+            for other in [other for other in to_connect if store.check([f"lifeline/{other}"])]:
                 to_connect.remove(other)
-                lifelines.connect(other, store.get(_lifeline(other)).decode())
-            store.add(_heartbeat(rank), 1)
+                lifelines.connect(other, store.get(f"lifeline/{other}").decode())
+            store.add(f"heartbeat/{rank}", 1)
             now = clock.monotonic()
             for other in others:
-                if store.add(_entered(other), 0) > 1:
+                if store.add(f"entered/{other}", 0) > 1:
                     leave(f"rank {other} was started again")
-                if (heartbeat := store.add(_heartbeat(other), 0)) != heartbeats[other]:
+                if (heartbeat := store.add(f"heartbeat/{other}", 0)) != heartbeats[other]:
                     heartbeats[other], heard_at[other] = heartbeat, now
                 elif now - heard_at[other] > patience.silence_s:
                     leave(f"rank {other} has been silent for {patience.silence_s:.0f} s")
@@ -216,18 +216,6 @@ def _watch(
         main.join(patience.heartbeat_s)
     stopping.set()
     lifelines.say_goodbye()
-
-
-def _entered(rank: int) -> str:
-    return f"entered/{rank}"
-
-
-def _heartbeat(rank: int) -> str:
-    return f"heartbeat/{rank}"
-
-
-def _lifeline(rank: int) -> str:
-    return f"lifeline/{rank}"
 
 
 _TAKEN = b"+"
@@ -336,14 +324,6 @@ def _own_host(first_host: str, first_port: int) -> str:
     with socket.socket(_family(first_host), socket.SOCK_DGRAM) as probe:
         probe.connect((first_host, first_port))
         return probe.getsockname()[0]
-
-
-class Store(Protocol):
-    """The part of TCPStore that shares memory. `get` waits until the key is set."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 def share_memory(store: Store, rank: int, size: int) -> torch.Tensor | None:

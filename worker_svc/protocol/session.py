@@ -5,7 +5,7 @@ scheduler may be `max_steps_in_flight` steps ahead. No step is repeated: after a
 """
 
 from quire.rpc.errors import FailedPrecondition
-from worker_svc.step import StepHeader
+from quire.worker.v1.worker_pb2 import StepRequest
 
 
 class Session:
@@ -29,14 +29,14 @@ class Session:
         """0 before the first step."""
         return self._last_finished
 
-    def check(self, header: StepHeader) -> None:
+    def check(self, message: StepRequest) -> None:
         """Checks that a step is the next one. Changes nothing.
 
         Raises:
             FailedPrecondition: another epoch or generation, a step out of order, or too many steps in flight.
         """
-        self._check_addressee(header)
-        step_id, expected = header.step_id, self._last_started + 1
+        self._check_addressee(message)
+        step_id, expected = message.step_id, self._last_started + 1
         if step_id != expected:
             raise FailedPrecondition(
                 f"step_id is {step_id}; the next step of this session is {expected}", reason="STEP_GAP"
@@ -62,17 +62,17 @@ class Session:
         """No further step is taken. Idempotent."""
         self.ended = True
 
-    def _check_addressee(self, header: StepHeader) -> None:
+    def _check_addressee(self, message: StepRequest) -> None:
         if self.ended:
             raise FailedPrecondition(f"the session of epoch {self.epoch} has ended", reason="SESSION_ENDED")
-        if header.scheduler_epoch != self.epoch:
+        if message.scheduler_epoch != self.epoch:
             raise FailedPrecondition(
-                f"scheduler_epoch is {header.scheduler_epoch}; this session is of epoch {self.epoch}",
+                f"scheduler_epoch is {message.scheduler_epoch}; this session is of epoch {self.epoch}",
                 reason="WRONG_EPOCH",
             )
-        if header.worker_generation != self._worker_generation:
+        if message.worker_generation != self._worker_generation:
             raise FailedPrecondition(
-                f"worker_generation is {header.worker_generation}; this worker is {self._worker_generation}",
+                f"worker_generation is {message.worker_generation}; this worker is {self._worker_generation}",
                 reason="WRONG_GENERATION",
             )
 

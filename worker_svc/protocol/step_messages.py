@@ -21,7 +21,6 @@ from quire.worker.v1 import worker_pb2
 from worker_svc.sampling.sampling_table import SamplingReader
 from worker_svc.step import (
     HASH_BYTES,
-    AdapterLoaded,
     AssignRow,
     Batch,
     CacheOperations,
@@ -35,7 +34,6 @@ from worker_svc.step import (
     SealedBlocks,
     SetTokens,
     Step,
-    StepHeader,
     StepOutput,
     TokenLogprobs,
     WorkerInfo,
@@ -44,19 +42,12 @@ from worker_svc.step import (
     first_true,
 )
 
-RunRequest = worker_pb2.RunRequest
-StepRequest = worker_pb2.StepRequest
-RunResponse = worker_pb2.RunResponse
-PrepareConstraint = worker_pb2.PrepareConstraint
-LoadAdapterMessage = worker_pb2.LoadAdapter
-MoveBlocks = worker_pb2.MoveBlocks
-
 _MAX_UINT32 = 0xFFFFFFFF
 _SLOTS_AT_ONCE = 4096
 """Maximum slots of a tier in one message: a scheduler handles it between steps."""
 
 
-def epoch_of(request: RunRequest) -> int:
+def epoch_of(request: worker_pb2.RunRequest) -> int:
     """The epoch that the first message attaches.
 
     Raises:
@@ -70,26 +61,6 @@ def epoch_of(request: RunRequest) -> int:
     return request.attach.scheduler_epoch
 
 
-def step_of(request: RunRequest) -> StepRequest:
-    """The step of any later message that prepares no constraint and loads no adapter.
-
-    Raises:
-        FailedPrecondition: it attaches again.
-        InvalidArgument: it holds nothing.
-    """
-    kind = request.WhichOneof("message")
-    if kind == "attach":
-        raise FailedPrecondition("this stream is attached; open another to attach again", reason="ALREADY_ATTACHED")
-    if kind is None:
-        raise invalid_field("message", "is missing; expected step")
-    return request.step
-
-
-def step_header(message: StepRequest) -> StepHeader:
-    """The ids of a step, unchecked."""
-    return StepHeader(message.step_id, message.scheduler_epoch, message.worker_generation)
-
-
 class StepDecoder:
     """Reads StepRequests for one worker, whose geometry and limits bound every number in them."""
 
@@ -100,7 +71,7 @@ class StepDecoder:
         self._max_blocks = info.pool.blocks_for(info.model.max_model_len)
         self._sampling = SamplingReader(info.model, info.limits)
 
-    def decode(self, message: StepRequest) -> Step:
+    def decode(self, message: worker_pb2.StepRequest) -> Step:
         """The step as values.
 
         Raises:
@@ -115,12 +86,12 @@ class StepDecoder:
         _check_batch(batch, self._model, self._limits)
         return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
 
-    def load_adapter(self, message: LoadAdapterMessage) -> LoadAdapter:
+    def load_adapter(self, message: worker_pb2.LoadAdapter) -> LoadAdapter:
         """The adapter to load. InvalidArgument: the worker has no such slot, or the digest is none."""
         if len(message.digest) != DIGEST_BYTES:
             raise invalid_field("load_adapter.digest", f"has {len(message.digest)} bytes; it must have {DIGEST_BYTES}")
         slot = self._slot(message.slot, "load_adapter.slot")
-        return LoadAdapter(message.number, slot, message.digest, Path(message.directory))
+        return LoadAdapter(slot, message.digest, Path(message.directory))
 
     def _cache_operations(self, message: worker_pb2.CacheOperations) -> CacheOperations:
         gpu, host = self._pool.num_gpu_blocks, self._pool.num_host_blocks
@@ -130,7 +101,7 @@ class StepDecoder:
             copy=_tuples(message.copy, "cache_operations.copy", (gpu, gpu)),
         )
 
-    def _row_changes(self, message: StepRequest) -> RowChanges:
+    def _row_changes(self, message: worker_pb2.StepRequest) -> RowChanges:
         rows = self._limits.max_num_rows
         bounds = (rows, self._max_blocks, self._pool.num_gpu_blocks)
         return RowChanges(
@@ -294,7 +265,7 @@ def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
     return array
 
 
-def result_message(output: StepOutput) -> RunResponse:
+def result_message(output: StepOutput) -> worker_pb2.RunResponse:
     """The answer to a step."""
     timings = output.timings
     result = worker_pb2.StepResult(
@@ -316,7 +287,7 @@ def result_message(output: StepOutput) -> RunResponse:
             sample_us=min(timings.sample_us, _MAX_UINT32),
         ),
     )
-    return RunResponse(result=result)
+    return worker_pb2.RunResponse(result=result)
 
 
 def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
@@ -326,13 +297,13 @@ def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
     return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS, detail=detail)
 
 
-def acknowledgement(output: StepOutput) -> RunResponse:
+def acknowledgement(output: StepOutput) -> worker_pb2.RunResponse:
     """The answer of a rank other than rank 0: its results are the same, so it sends only a checksum of them."""
     crc32 = zlib.crc32(encode_int32(output.num_tokens), zlib.crc32(encode_int32(output.token_ids)))
-    return RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
+    return worker_pb2.RunResponse(result=worker_pb2.StepResult(step_id=output.step_id, token_ids_crc32=crc32))
 
 
-def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunResponse:
+def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> worker_pb2.RunResponse:
     """The answer to Attach."""
     attached = worker_pb2.Attached(
         scheduler_epoch=epoch,
@@ -340,40 +311,15 @@ def attached_message(epoch: int, info: WorkerInfo, sealed: SealedBlocks) -> RunR
         sealed_block_ids=encode_int32(sealed.block_ids),
         sealed_hashes=sealed.hashes.tobytes(),
     )
-    return RunResponse(attached=attached)
+    return worker_pb2.RunResponse(attached=attached)
 
 
-def prepared_message(number: int) -> RunResponse:
-    """The answer to PrepareConstraint."""
-    return RunResponse(prepared=worker_pb2.ConstraintPrepared(number=number))
-
-
-def adapter_loaded_message(loaded: AdapterLoaded) -> RunResponse:
-    """The answer to LoadAdapter."""
-    return RunResponse(adapter_loaded=worker_pb2.AdapterLoaded(number=loaded.number, failure=loaded.failure))
-
-
-def moved_message(number: int, failed: list[int]) -> RunResponse:
-    """The answer to MoveBlocks."""
-    return RunResponse(moved=worker_pb2.BlocksMoved(number=number, failed=encode_int32(failed)))
-
-
-def fetched_message(lease: bytes, *, is_done: bool) -> RunResponse:
-    """Another worker has fetched blocks of a lease."""
-    return RunResponse(fetched=worker_pb2.BlocksFetched(lease=lease, done=is_done))
-
-
-def tier_messages(changes: Sequence[tuple[int, bytes | None]]) -> Iterator[RunResponse]:
+def tier_messages(changes: Sequence[tuple[int, bytes | None]]) -> Iterator[worker_pb2.RunResponse]:
     """Messages with the content of these slots of a tier; None marks an empty slot."""
     for start in range(0, len(changes), _SLOTS_AT_ONCE):
         part = sorted(changes[start : start + _SLOTS_AT_ONCE], key=lambda change: change[1] is None)
         slots, hashes = encode_int32([slot for slot, _ in part]), b"".join(name for _, name in part if name is not None)
-        yield RunResponse(tier_changed=worker_pb2.TierChanged(slots=slots, hashes=hashes))
-
-
-def heartbeat_message(last_step_id: int, busy_ms: int) -> RunResponse:
-    """A sign of life, with the time that the device has been busy with its current step."""
-    return RunResponse(heartbeat=worker_pb2.Heartbeat(last_step_id=last_step_id, busy_ms=busy_ms))
+        yield worker_pb2.RunResponse(tier_changed=worker_pb2.TierChanged(slots=slots, hashes=hashes))
 
 
 def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:

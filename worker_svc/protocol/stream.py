@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
+from quire.messages.arrays import encode_int32
 from quire.model_files.adapter_files import UnusableAdapterError
 from quire.model_files.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
 from quire.rpc.errors import (
@@ -41,37 +42,16 @@ from worker_svc.device.seals import BlockStore
 from worker_svc.metrics import WorkerMetrics
 from worker_svc.protocol.session import Session, Sessions
 from worker_svc.protocol.step_messages import (
-    MoveBlocks,
-    PrepareConstraint,
-    RunRequest,
-    RunResponse,
     StepDecoder,
-    StepRequest,
     acknowledgement,
-    adapter_loaded_message,
     attached_message,
     epoch_of,
-    fetched_message,
-    heartbeat_message,
-    moved_message,
-    prepared_message,
     result_message,
-    step_header,
-    step_of,
     tier_messages,
 )
 from worker_svc.protocol.tracing import PrefillSpans
 from worker_svc.protocol.transfers import OnFetched, Transfers
-from worker_svc.step import (
-    AdapterLoaded,
-    AdmittedStep,
-    LoadAdapter,
-    SealedBlocks,
-    Step,
-    StepOutput,
-    SupersededError,
-    WorkerInfo,
-)
+from worker_svc.step import LoadAdapter, SealedBlocks, StepOutput, SupersededError, WorkerInfo
 
 HEARTBEAT_INTERVAL_S = 0.5
 SERVICE_NAME = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
@@ -135,10 +115,10 @@ class Worker:
         self.info = info
         self.decoder = StepDecoder(info)
         self.runner = runner
-        self._device_loop = device_loop
+        self.device_loop = device_loop
         self._agree = agree
         self._prepare = prepare
-        self._ledger = RowLedger(info.pool, info.model, info.limits)
+        self.ledger = RowLedger(info.pool, info.model, info.limits)
         self._sessions = Sessions(info.worker_generation, info.limits.max_steps_in_flight)
         self._session: Session | None = None
         self._supersede: Callable[[QuireError], None] | None = None
@@ -170,7 +150,7 @@ class Worker:
         if self._supersede is not None:
             self._supersede(SupersededError(f"epoch {epoch} has taken this worker over"))
         self._session, self._supersede = session, on_superseded
-        self._ledger.reset()
+        self.ledger.reset()
         if self.transfers is not None:
             self.transfers.begin_session(on_fetched)
         self._cancel_reads()
@@ -208,7 +188,7 @@ class Worker:
                 self._adapters.clear()
             return self.runner.sealed_blocks()
 
-        inventory = self._device_loop.call(take_inventory)
+        inventory = self.device_loop.call(take_inventory)
         taken = asyncio.wrap_future(inventory)
         try:
             while not taken.done():
@@ -255,7 +235,7 @@ class Worker:
             self.runner.release_memory()
 
         try:
-            await asyncio.wrap_future(self._device_loop.call(release))
+            await asyncio.wrap_future(self.device_loop.call(release))
         except BaseException:
             # Else one of a higher epoch is underway.
             if stopping is not None and self._releasing is session:
@@ -272,18 +252,19 @@ class Worker:
         else:
             compiled.add_done_callback(lambda _: on_done())
 
-    def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, AdapterLoaded]:
+    def load_adapter(self, load: LoadAdapter) -> Coroutine[Any, Any, str | None]:
         """Begins to load an adapter, which is read during the steps. The returned coroutine puts it into its slot when
-        the steps queued before are finished. An earlier unfinished load of the slot fails: it may never end."""
+        the steps queued before are finished; its result is why this failed, or None. An earlier unfinished load of the
+        slot fails: it may never end."""
         assert self._adapters is not None, "a slot, which `StepDecoder` has checked"
-        self._ledger.begin_load(load.slot)
+        self.ledger.begin_load(load.slot)
         before = self._reads.get(load.slot)
         read = self._reads[load.slot] = asyncio.wrap_future(self._adapters.start_load(load.directory, load.digest))
         if before is not None:
             before.cancel()
         return self._load(load, self._adapters, read)
 
-    async def _load(self, load: LoadAdapter, adapters: Adapters, read: asyncio.Future[Any]) -> AdapterLoaded:
+    async def _load(self, load: LoadAdapter, adapters: Adapters, read: asyncio.Future[Any]) -> str | None:
         def is_last() -> bool:
             return self._reads.get(load.slot) is read
 
@@ -294,7 +275,7 @@ class Worker:
         failure: str | None = None
         try:
             loaded = await read
-            await asyncio.wrap_future(self._device_loop.call(partial(put, loaded)))
+            await asyncio.wrap_future(self.device_loop.call(partial(put, loaded)))
         except asyncio.CancelledError:
             if is_last():
                 # It is the session that ends.
@@ -304,37 +285,20 @@ class Worker:
             if not isinstance(error, UnusableAdapterError):
                 _logger.exception("adapter %s could not be loaded", load.directory)
                 failure = f"adapter {load.directory} could not be loaded: {type(error).__name__}: {error}"
-            await asyncio.wrap_future(self._device_loop.call(partial(put, None)))
+            await asyncio.wrap_future(self.device_loop.call(partial(put, None)))
         if not is_last():
-            failure = f"adapter {load.directory}: the next load of slot {load.slot} came before it was read"
-            return AdapterLoaded(load.number, failure)
+            return f"adapter {load.directory}: the next load of slot {load.slot} came before it was read"
         del self._reads[load.slot]
-        self._ledger.end_load(load.slot, failure is None)
-        return AdapterLoaded(load.number, failure)
+        self.ledger.end_load(load.slot, failure is None)
+        return failure
 
     def adapter_bytes(self) -> int:
         """Memory that the adapters in all slots take."""
         return 0 if self._adapters is None else self._adapters.num_bytes
 
-    def admit(self, step: Step) -> AdmittedStep:
-        """Checks a step against the rows and applies it to them. InvalidArgument when it contradicts them."""
-        return self._ledger.admit(step)
-
-    def record_output(self, output: StepOutput) -> None:
-        """A step of the present session is over."""
-        self._ledger.record_output(output)
-
-    def submit(self, lane: StepLane, admitted: AdmittedStep) -> None:
-        """Queues an admitted step."""
-        self._device_loop.submit(lane, admitted)
-
     def busy_ms(self) -> int:
         """Milliseconds that the device has been in its current step; 0 if idle."""
-        return self._device_loop.busy_ms()
-
-
-class _End:
-    """The reader has read everything, and everything is answered."""
+        return self.device_loop.busy_ms()
 
 
 class StepStream:
@@ -347,7 +311,8 @@ class StepStream:
         self._metrics = metrics
         self._spans = PrefillSpans(tracer, worker.info.rank)
         self._heartbeat_interval_s = heartbeat_interval_s
-        self._outgoing: asyncio.Queue[RunResponse | QuireError | _End] = asyncio.Queue()
+        # None: everything was read, and everything is answered.
+        self._outgoing: asyncio.Queue[worker_pb2.RunResponse | QuireError | None] = asyncio.Queue()
         # Adapters that are loaded, and blocks that are fetched.
         self._beside: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -360,7 +325,9 @@ class StepStream:
             on_failure=lambda step_id, error: post(self._fail, step_id, error),
         )
 
-    async def responses(self, requests: AsyncIterator[RunRequest]) -> AsyncGenerator[RunResponse, None]:
+    async def responses(
+        self, requests: AsyncIterator[worker_pb2.RunRequest]
+    ) -> AsyncGenerator[worker_pb2.RunResponse, None]:
         """Serves the call after its first message. Raises the QuireError that ends it."""
         session = self._session
         _logger.info("epoch %d attached", session.epoch)
@@ -368,12 +335,12 @@ class StepStream:
         try:
             sealed = await self._worker.sealed_blocks(session.epoch)
             failpoint("worker.attach.before_inventory")
-            self._metrics.attached()
+            self._metrics.sessions.inc()
             yield attached_message(session.epoch, self._worker.info, sealed)
             if self._worker.disk is not None:
                 self._worker.disk.follow(self._send_tier_changes)
             tasks = [asyncio.create_task(self._read(requests)), asyncio.create_task(self._send_heartbeats())]
-            while not isinstance(item := await self._outgoing.get(), _End):
+            while (item := await self._outgoing.get()) is not None:
                 if isinstance(item, QuireError):
                     raise item
                 yield item
@@ -389,20 +356,11 @@ class StepStream:
             self._worker.detach(session)
             _logger.info("epoch %d ended after step %d", session.epoch, session.last_finished_step_id)
 
-    async def _read(self, requests: AsyncIterator[RunRequest]) -> None:
-        end: QuireError | _End = _End()
+    async def _read(self, requests: AsyncIterator[worker_pb2.RunRequest]) -> None:
+        end: QuireError | None = None
         try:
             async for request in requests:
-                if request.HasField("move_blocks"):
-                    self._start_moving(request.move_blocks)
-                elif request.HasField("offer_blocks"):
-                    self._transfers.offer(request.offer_blocks)
-                elif request.HasField("prepare"):
-                    self._start_preparing(request.prepare)
-                elif request.HasField("load_adapter"):
-                    self._start_loading(self._worker.decoder.load_adapter(request.load_adapter))
-                else:
-                    self._queue_step(step_of(request))
+                self._take(request)
         except QuireError as error:
             end = error
         except Exception as error:
@@ -411,26 +369,49 @@ class StepStream:
         await self._idle.wait()
         self._outgoing.put_nowait(end)
 
+    def _take(self, request: worker_pb2.RunRequest) -> None:
+        """Begins the work of a message.
+
+        Raises:
+            FailedPrecondition: it attaches again.
+            InvalidArgument: it holds nothing, or something that this worker cannot do.
+        """
+        match request.WhichOneof("message"):
+            case "step":
+                self._queue_step(request.step)
+            case "move_blocks":
+                self._start_moving(request.move_blocks)
+            case "offer_blocks":
+                self._transfers.offer(request.offer_blocks)
+            case "prepare":
+                prepared = worker_pb2.RunResponse(prepared={"number": request.prepare.number})
+                self._worker.prepare(request.prepare.row_sampling, lambda: self._send(prepared))
+            case "load_adapter":
+                self._start_loading(request.load_adapter)
+            case "attach":
+                problem = "this stream is attached; open another to attach again"
+                raise FailedPrecondition(problem, reason="ALREADY_ATTACHED")
+            case _:
+                raise invalid_field("message", "is missing; expected step")
+
     def _send_tier_changes(self, changes: Sequence[tuple[int, bytes | None]]) -> None:
         for message in tier_messages(changes):
             self._send(message)
 
-    def _send(self, message: RunResponse) -> None:
+    def _send(self, message: worker_pb2.RunResponse) -> None:
         """Sends a message; for other threads."""
         # The loop may be closed by then: this process ends.
         with suppress(RuntimeError):
             self._post(self._outgoing.put_nowait, message)
 
-    def _start_preparing(self, message: PrepareConstraint) -> None:
-        self._worker.prepare(message.row_sampling, lambda: self._send(prepared_message(message.number)))
+    def _start_loading(self, message: worker_pb2.LoadAdapter) -> None:
+        loading = self._worker.load_adapter(self._worker.decoder.load_adapter(message))
 
-    def _start_loading(self, load: LoadAdapter) -> None:
-        loading = self._worker.load_adapter(load)
+        async def load() -> worker_pb2.RunResponse:
+            loaded = worker_pb2.AdapterLoaded(number=message.number, failure=await loading)
+            return worker_pb2.RunResponse(adapter_loaded=loaded)
 
-        async def answer() -> None:
-            self._outgoing.put_nowait(adapter_loaded_message(await loading))
-
-        self._start(answer())
+        self._answer_later(load())
 
     @property
     def _transfers(self) -> Transfers:
@@ -440,38 +421,44 @@ class StepStream:
         return self._worker.transfers
 
     def _send_fetched(self, lease: bytes, is_done: bool) -> None:
-        self._outgoing.put_nowait(fetched_message(lease, is_done=is_done))
+        fetched = worker_pb2.BlocksFetched(lease=lease, done=is_done)
+        self._outgoing.put_nowait(worker_pb2.RunResponse(fetched=fetched))
 
-    def _start_moving(self, message: MoveBlocks) -> None:
+    def _start_moving(self, message: worker_pb2.MoveBlocks) -> None:
         moving = self._transfers.move(self._transfers.move_of(message))
 
+        async def move() -> worker_pb2.RunResponse:
+            moved = worker_pb2.BlocksMoved(number=message.number, failed=encode_int32(await moving))
+            return worker_pb2.RunResponse(moved=moved)
+
+        self._answer_later(move())
+
+    def _answer_later(self, work: Coroutine[Any, Any, worker_pb2.RunResponse]) -> None:
+        """Runs a task during the steps, and sends its answer, unless the session ends before."""
+
         async def answer() -> None:
-            self._outgoing.put_nowait(moved_message(message.number, await moving))
+            self._outgoing.put_nowait(await work)
 
-        self._start(answer())
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs a task during the steps, until the session ends."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(answer())
         self._beside.add(task)
         task.add_done_callback(self._beside.discard)
 
-    def _queue_step(self, message: StepRequest) -> None:
+    def _queue_step(self, message: worker_pb2.StepRequest) -> None:
         """Queues the next step when it is valid."""
-        self._session.check(step_header(message))
-        admitted = self._worker.admit(self._worker.decoder.decode(message))
+        self._session.check(message)
+        admitted = self._worker.ledger.admit(self._worker.decoder.decode(message))
         self._session.start(message.step_id)
         failpoint("worker.step.admitted")
         self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
         self._idle.clear()
         if self._worker.disk is not None:
             self._worker.disk.hit(admitted.step.cached_blocks(self._worker.info.pool.block_size))
-        self._worker.submit(self._lane, admitted)
+        self._worker.device_loop.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:
         self._session.finish(output.step_id)
         if not self._session.ended:
-            self._worker.record_output(output)
+            self._worker.ledger.record_output(output)
         self._spans.step_ends(output)
         self._metrics.step_finished(output)
         self._outgoing.put_nowait(self._answer(output))
@@ -483,7 +470,7 @@ class StepStream:
         if isinstance(error, SupersededError):
             self._outgoing.put_nowait(error)
             return
-        self._metrics.step_failed()
+        self._metrics.step_failures.inc()
         detail = f"step {step_id} failed on the device: {type(error).__name__}: {error}"
         self._outgoing.put_nowait(Internal(detail, reason="STEP_FAILED"))
 
@@ -492,8 +479,9 @@ class StepStream:
             await asyncio.sleep(self._heartbeat_interval_s)
             # Any other response is a sign of life too, and a peer that does not read must not fill memory.
             if self._outgoing.empty():
-                heartbeat = heartbeat_message(self._session.last_finished_step_id, self._worker.busy_ms())
-                self._outgoing.put_nowait(heartbeat)
+                last, busy_ms = self._session.last_finished_step_id, self._worker.busy_ms()
+                heartbeat = worker_pb2.Heartbeat(last_step_id=last, busy_ms=busy_ms)
+                self._outgoing.put_nowait(worker_pb2.RunResponse(heartbeat=heartbeat))
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):

@@ -75,7 +75,7 @@ class Masks:
         if not len(self.places):
             return
         if logits.is_cpu:
-            terms = Terms(width).of(self.bits) if self.terms is None else self.terms
+            terms = Terms(width).from_masks(self.bits) if self.terms is None else self.terms
             if len(terms) == len(logits):
                 logits.add_(torch.from_numpy(terms))
             else:
@@ -112,7 +112,7 @@ class Terms:
         self._terms = np.zeros((0, -(-width // 8), 8), np.float32)
         self._octets = np.zeros((0, 0), np.uint8)
 
-    def of(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
+    def from_masks(self, bits: NDArray[np.int32]) -> NDArray[np.float32]:
         """[m, width], of masks [m, words]; valid until the next call."""
         octets = bits.view(np.uint8)[:, : self._terms.shape[1]]
         if len(octets) > len(self._terms) or octets.shape[1] != self._octets.shape[1]:
@@ -291,23 +291,28 @@ class RowMatchers:
         """
         self._templates = templates
         self._num_threads = num_threads
-        # The fields below belong to the thread, except `_constrained`: the constrained rows of the last launched step,
-        # which the thread will process.
+        # The fields below belong to the thread, except `_has_rows`: whether the last launched step left any constrained
+        # rows, which the thread will process.
         self._thread = ThreadPoolExecutor(1, "constraints")
         self._thread.submit(int).result()
         self._terms = None if host_width is None else Terms(host_width)
         self._maker: MaskMaker | None = None
         self._rows: dict[int, _Row] = {}
         self._error: Exception | None = None
-        self._constrained: set[int] = set()
+        self._has_rows = False
 
     def start_masks(
-        self, changes: RowChanges, samplers: Int32Array, inputs: Int32Array | None = None
+        self,
+        changes: RowChanges,
+        samplers: Int32Array,
+        has_constraint: NDArray[np.bool_],
+        inputs: Int32Array | None = None,
     ) -> "Future[Masks] | None":
         """Applies the changes of a step and starts to compute the masks of the rows that sample in it.
 
         Args:
             samplers: [s]. A row that has drafts is there several times, one after the other.
+            has_constraint: [rows], after the changes.
             inputs: [s], the token after which each draws: a draft, where the row was there just before. Without it, all
                 rows are distinct.
 
@@ -315,11 +320,10 @@ class RowMatchers:
             A future of the masks; None if no row that samples has a constraint.
         """
         if not changes.are_none:
-            had_rows = bool(self._constrained)
-            self._follow(changes)
-            if had_rows or self._constrained:
+            had_rows, self._has_rows = self._has_rows, bool(has_constraint.any())
+            if had_rows or self._has_rows:
                 self._thread.submit(self._follow_or_fail, self._apply, changes)
-        places = [place for place, row in enumerate(samplers.tolist()) if row in self._constrained]
+        places = np.flatnonzero(has_constraint[samplers]).tolist()
         if not places:
             return None
         return self._thread.submit(self._make, places, samplers, inputs)
@@ -341,20 +345,6 @@ class RowMatchers:
         """Ends the threads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._templates.close()
-
-    def _follow(self, changes: RowChanges) -> None:
-        constrained = self._constrained
-        constrained.difference_update(changes.release.tolist())
-        for each in changes.assign:
-            if each.sampling.constraint is None:
-                constrained.discard(each.row)
-            else:
-                constrained.add(each.row)
-        if constrained:
-            pairs = changes.fork.tolist()
-            children = {child for parent, child in pairs if parent in constrained}
-            constrained.difference_update(child for _, child in pairs)
-            constrained |= children
 
     def _follow_or_fail(self, change: Callable[..., None], *arguments: object) -> None:
         """After an error, matchers may lag behind their rows: the next step fails, and all rows are assigned again."""
@@ -412,7 +402,7 @@ class RowMatchers:
         for index, place in enumerate(places):
             if place in made and len(mask := made[place][1]):
                 bits[index] = mask
-        terms = None if self._terms is None or not places else self._terms.of(bits)
+        terms = None if self._terms is None or not places else self._terms.from_masks(bits)
         return Masks(np.array(places, np.int64), bits, errors, terms)
 
     def _masks_of(self, places: list[int], rows: list[_Row], errors: dict[int, str]) -> NDArray[np.int32]:

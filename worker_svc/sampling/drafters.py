@@ -65,9 +65,6 @@ class PredictedTokens:
         # Made at the first use: the tokens in order with their places, and all pairs in order.
         self._index: tuple[Int32Array, NDArray[np.intp], NDArray[np.int64]] | None = None
 
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
     def may_be_found(self, last: Sequence[int], begin: int, end: int) -> bool:
         """Whether the last two tokens occur anywhere, or the last one at a place from `begin` to before `end`. In most
         text that differs from the prediction neither does, which saves the longer search."""

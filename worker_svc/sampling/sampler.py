@@ -62,7 +62,7 @@ def draw(logits: Tensor, columns: SamplingColumns, positions: NDArray[np.integer
     # Their logits are log probabilities, so only a ban yields -infinity: from the model it would have become NaN.
     may_be_banned = (columns.num_candidates > 0) & columns.changes_logits
     if ops.can_draw(logits.device):
-        return RowDraws.of(columns, positions).draw(logits, may_be_banned=may_be_banned)
+        return RowDraws.from_columns(columns, positions).draw(logits, may_be_banned=may_be_banned)
     sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
     token_ids, highest = _draw_by_torch(logits, columns, sampled, positions)
     # The highest logit is NaN or infinite exactly when the row is not usable.
@@ -82,7 +82,7 @@ class RowDraws:
     """[passes, n]"""
 
     @classmethod
-    def of(cls, columns: SamplingColumns, positions: NDArray[np.integer], num_passes: int = 1) -> "RowDraws":
+    def from_columns(cls, columns: SamplingColumns, positions: NDArray[np.integer], num_passes: int = 1) -> "RowDraws":
         """`positions`, [n], are the positions that the first pass draws; each further pass draws one position later."""
         sampled = (columns.temperature > 0) & (columns.num_candidates == 0)
         rules = DrawRules(

@@ -7,6 +7,7 @@ import math
 from array import array as packed_array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -211,30 +212,18 @@ class SamplingColumns:
         """Whether rules or a constraint change the logits of the row."""
         return self.has_rules | self.has_constraint
 
+    @property
+    def reports_more(self) -> NDArray[np.bool_]:
+        """Whether the row reports more than tokens."""
+        return self.wants_logprobs | (self.num_candidates > 0)
+
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
-        """Columns of zeros."""
-        return cls(
-            temperature=np.zeros(num_rows, np.float32),
-            top_k=np.zeros(num_rows, np.int64),
-            top_p=np.zeros(num_rows, np.float32),
-            min_score=np.full(num_rows, -np.inf, np.float32),
-            seed=np.zeros(num_rows, np.uint64),
-            wants_logprobs=np.zeros(num_rows, np.bool_),
-            num_logprobs=np.zeros(num_rows, np.int64),
-            logprob_token_ids=np.full(num_rows, None, np.object_),
-            num_candidates=np.zeros(num_rows, np.int64),
-            has_rules=np.zeros(num_rows, np.bool_),
-            rules=np.full(num_rows, None, np.object_),
-            has_constraint=np.zeros(num_rows, np.bool_),
-            num_prompt_tokens=np.zeros(num_rows, np.int64),
-            wants_prompt_logprobs=np.zeros(num_rows, np.bool_),
-            num_prompt_logprobs=np.zeros(num_rows, np.int64),
-            followed=np.full(num_rows, None, np.object_),
-            endings=np.full(num_rows, None, np.object_),
-            is_refused=np.zeros(num_rows, np.bool_),
-            refusal=np.full(num_rows, None, np.object_),
-        )
+        """Columns of zeros and None, each of the dtype in its annotation."""
+        dtypes = {name: get_args(get_args(hint)[1])[0] for name, hint in get_type_hints(cls).items()}
+        initial: dict[str, Any] = {name: None if dtype is np.object_ else 0 for name, dtype in dtypes.items()}
+        initial["min_score"] = -np.inf
+        return cls(*(np.full(num_rows, initial[name], dtype) for name, dtype in dtypes.items()))
 
     def take(self, indices: NDArray[np.integer]) -> "SamplingColumns":
         """The columns of some rows, copied."""

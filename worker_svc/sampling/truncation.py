@@ -9,8 +9,6 @@ best tokens are found by numpy there, whose sorts and searches use vector instru
 8 best, of equals the lower ids, take 2.9 ms on one core by partition and 12 by sorting keys, which is for accelerators.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,46 +61,23 @@ def _rank_floor(scores: Tensor, weights: Tensor, columns: SamplingColumns, floor
     has_top_k = (columns.top_k > 0) & (columns.top_k < vocab_size)
     top_k = to_device(np.where(has_top_k, columns.top_k, vocab_size), device)
     top_p = to_device(columns.top_p.astype(np.float64), device)
-    head = _Head.of(scores, int(columns.top_k.max()) if has_top_k.all() else vocab_size, top_k, floor)
+    if has_top_k.all():
+        best = scores.topk(int(columns.top_k.max()), dim=1).values
+    else:
+        # Selecting all of them would sort too, and do more.
+        best = scores.sort(dim=1, descending=True).values
+    is_possible = (torch.arange(best.shape[1], device=device) < top_k[:, None]) & (best >= floor[:, None])
+    cumulative = (exponential(best) * is_possible).cumsum(dim=1, dtype=torch.float64)
     # With top-k the nucleus is a share of the k kept tokens, else of all tokens that min-p kept.
-    mass = head.mass
+    mass = cumulative[:, -1]
     if not has_top_k.all():
         kept = weights * (scores >= floor[:, None]) if np.isfinite(columns.min_score).any() else weights
         mass = torch.where(top_k < vocab_size, mass, _mass(kept))
-    return torch.maximum(floor, head.lowest_kept(top_p * mass, top_p < 1))
-
-
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """The most likely tokens of each row, best first."""
-
-    scores: Tensor
-    """[n, width] float32."""
-    num_possible: Tensor
-    """[n] int64: the number of tokens that min-p and top-k keep."""
-    cumulative: Tensor
-    """[n, width] float64, cumulative sums of their weights."""
-
-    @classmethod
-    def of(cls, scores: Tensor, width: int, top_k: Tensor, floor: Tensor) -> "_Head":
-        # Selecting all of them would sort too, and do more.
-        is_whole = width == scores.shape[1]
-        head = scores.sort(dim=1, descending=True).values if is_whole else scores.topk(width, dim=1).values
-        is_possible = (torch.arange(width, device=scores.device) < top_k[:, None]) & (head >= floor[:, None])
-        cumulative = (exponential(head) * is_possible).cumsum(dim=1, dtype=torch.float64)
-        return cls(head, is_possible.sum(dim=1), cumulative)
-
-    @property
-    def mass(self) -> Tensor:
-        """[n] float64."""
-        return self.cumulative[:, -1]
-
-    def lowest_kept(self, wanted: Tensor, has_top_p: Tensor) -> Tensor:
-        """[n]: the nucleus ends with the token that reaches `wanted`; without top-p all possible tokens stay."""
-        reaching = torch.searchsorted(self.cumulative, wanted[:, None])
-        last = (self.num_possible[:, None] - 1).clamp(min=0)
-        last = torch.where(has_top_p[:, None], torch.minimum(reaching, last), last)
-        return self.scores.gather(1, last).squeeze(1)
+    # The nucleus ends with the token that reaches its share; without top-p all possible tokens stay.
+    reaching = torch.searchsorted(cumulative, (top_p * mass)[:, None])
+    last = (is_possible.sum(dim=1, keepdim=True) - 1).clamp(min=0)
+    last = torch.where((top_p < 1)[:, None], torch.minimum(reaching, last), last)
+    return torch.maximum(floor, best.gather(1, last).squeeze(1))
 
 
 def _mass(weights: Tensor) -> Tensor:

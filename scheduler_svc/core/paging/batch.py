@@ -121,10 +121,10 @@ class StepPlan:
     step_id: int
     swap_out: Array  # [o, 2] GPU block, host block: before all else
     swap_in: Array  # [i, 2] host block, GPU block: after swap_out
-    copies: Array  # [c, 2] source block, destination block: copy-on-write, after swap_in
+    copy: Array  # [c, 2] source block, destination block: copy-on-write, after swap_in
     release: Array  # [r] rows that hold nothing any more, before `assign`
     assign: SequenceOf[RowAssignment]
-    forks: Array  # [f, 2] parent row, child row: the child gets all that the parent held before this step
+    fork: Array  # [f, 2] parent row, child row: the child gets all that the parent held before this step
     set_tokens: Array  # [t, 3] row, position, token id that was chosen for it there (beam search)
     block_table_deltas: Array  # [d, 3] row, logical index, block id
     rows: Array  # [b] the batch; each row once
@@ -192,10 +192,10 @@ class StepDraft:
             step_id=step_id,
             swap_out=_array(swap_out, 2),
             swap_in=_array(swap_in, 2),
-            copies=_array(self.copies, 2),
+            copy=_array(self.copies, 2),
             release=np.array(list(self._release), dtype=np.int64),
             assign=tuple(self.assign.values()),
-            forks=_array([(parent, child) for child, parent in self.parents.items()], 2),
+            fork=_array([(parent, child) for child, parent in self.parents.items()], 2),
             set_tokens=_array([(row, *chosen) for row, chosen in self.tokens.items()], 3),
             block_table_deltas=_array([(*place, block) for place, block in self.blocks.items()], 3),
             rows=batch[0],

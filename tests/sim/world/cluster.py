@@ -595,7 +595,7 @@ class Cluster:
                 continue
             if self.servicers[worker_host]._stopping.is_set():
                 yield f"{worker_host} takes itself to be about to end, and does not hear of the end of other ranks"
-            loaded = set(worker._ledger._is_loaded.nonzero()[0].tolist())
+            loaded = set(worker.ledger._is_loaded.nonzero()[0].tolist())
             # A slot may hold an adapter that rows may not use: its replacement is not read yet, and may never be.
             if loaded - self.runners[self.running[worker_host].name].adapters.keys():
                 yield f"{worker_host} takes slots {loaded} to have adapters that it has not"

@@ -62,13 +62,13 @@ def test_figure_8_two_samples_share_the_prompt_and_copy_one_block_on_write():
     driver.submit(make_request(1, prompt_len=7, max_tokens=4, num_sequences=2))
     prompt_step = run_step(driver)
     assert prompt_step.rows.tolist() == [0]
-    assert prompt_step.forks.tolist() == [[0, 1]]
+    assert prompt_step.fork.tolist() == [[0, 1]]
     assert prompt_step.samples.tolist() == [[0, 0], [1, 0]]
     assert tables(driver) == [[0, 1], [0, 1]]
     assert ref_counts(driver) == {0: 2, 1: 2}
     first_write = run_step(driver)
     # The first sample copies the last block, the second is its last holder then and writes in place.
-    assert first_write.copies.tolist() == [[1, 2]]
+    assert first_write.copy.tolist() == [[1, 2]]
     assert first_write.block_table_deltas.tolist() == [[0, 1, 2]]
     assert tables(driver) == [[0, 2], [0, 1]]
     assert ref_counts(driver) == {0: 2, 1: 1, 2: 1}

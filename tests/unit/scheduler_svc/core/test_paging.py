@@ -100,14 +100,14 @@ def test_figure_8_two_samples_share_the_prompt_and_copy_one_block_on_write():
     scheduler = make_scheduler()
     group = add_request(scheduler, 1, 7, 4, num_sequences=2)
     plan, _ = run_step(scheduler)
-    assert (plan.forks.tolist(), plan.samples.tolist()) == ([[0, 1]], [[0, 0], [1, 0]])
+    assert (plan.fork.tolist(), plan.samples.tolist()) == ([[0, 1]], [[0, 0], [1, 0]])
     assert (tables(group), ref_counts(scheduler, 0, 1)) == (
         [[0, 1]] * 2,
         [2, 2],
     )
     # The first sample copies the last block; the second is its last holder then, and writes in place.
     plan, _ = run_step(scheduler)
-    assert (plan.copies.tolist(), plan.block_table_deltas.tolist()) == ([[1, 2]], [[0, 1, 2]])
+    assert (plan.copy.tolist(), plan.block_table_deltas.tolist()) == ([[1, 2]], [[0, 1, 2]])
     assert tables(group) == [[0, 2], [0, 1]]
     assert run_to_end(scheduler) == [group]
 
@@ -132,8 +132,8 @@ def test_figure_9_beams_fork_from_the_beam_that_continues_and_share_its_blocks()
     scheduler.batch.append_chosen(right, 4)
     # One of them copies the block that both write to; full blocks stay shared.
     plan, _ = run_step(scheduler)
-    assert (plan.forks.tolist(), plan.set_tokens.tolist()) == ([[0, 1]], [[0, 11, 3], [1, 11, 4]])
-    assert (plan.copies.tolist(), tables(group)) == ([[2, 3]], [[0, 1, 3], [0, 1, 2]])
+    assert (plan.fork.tolist(), plan.set_tokens.tolist()) == ([[0, 1]], [[0, 11, 3], [1, 11, 4]])
+    assert (plan.copy.tolist(), tables(group)) == ([[2, 3]], [[0, 1, 3], [0, 1, 2]])
     assert [each.token_ids[8:] for each in group.sequences] == [[1, 1, 1, 3], [1, 1, 1, 4]]
 
 

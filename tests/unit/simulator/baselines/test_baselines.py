@@ -62,7 +62,7 @@ def run(
 
 def check_plan(plan: StepPlan) -> None:
     assert not len(plan.block_table_deltas), "a sequence grew beyond its region"
-    assert not len(plan.copies)
+    assert not len(plan.copy)
 
 
 def blocks_of(scheduler: Scheduler) -> ContiguousBlocks:

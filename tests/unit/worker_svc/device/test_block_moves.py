@@ -14,7 +14,7 @@ from worker_svc.device import block_moves
 from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.step import AdmittedStep, PoolGeometry
-from worker_svc.streams import IN_ORDER, Stream
+from worker_svc.streams import Stream
 
 NUM_BLOCKS, NUM_HOST_BLOCKS = 10, 12
 Pairs = list[tuple[int, int]]
@@ -146,7 +146,7 @@ def test_swaps_beside_steps_give_what_one_after_the_other_gives(seed: int, monke
     rng = random.Random(seed)
     planner = Planner(rng)
     steps = [planner.plan() for _ in range(60)]
-    expected, expected_pool = run_steps(steps, IN_ORDER, IN_ORDER, lambda work: work())
+    expected, expected_pool = run_steps(steps, Stream(), Stream(), lambda work: work())
     device = FakeDevice(rng)
 
     def queued(operation: Callable[..., None]) -> Callable[..., None]:

@@ -113,7 +113,7 @@ def test_several_rows_have_no_more_drafts_than_what_is_left_of_the_step_or_twice
         choice = PayingDrafts(64, PassTimes(costs))
         choice.begin_pass(16, left_s, is_first=False)
         counts.append(int(choice.choose(guesses_of(list(range(16)), FOLLOWED), 16).sum()))
-    plain_s = float(costs.of(np.array([16]))[0])
+    plain_s = float(costs.seconds_for(np.array([16]))[0])
     assert 0 < counts[0] < counts[1] < counts[2] == 7 * 16
     for count, limit_s in zip(counts, (2 * plain_s, 4e-3), strict=False):
         assert PassTimes(costs).with_drafts(16, np.array([count]), 16) <= limit_s

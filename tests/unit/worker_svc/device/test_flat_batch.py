@@ -54,7 +54,7 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
             min(int(generator.integers(1, len(sequences[row][0]) - done + 1)), most_new)
             for row, done in zip(chosen, computed, strict=True)
         ]
-        inputs = build(Layout.of(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
+        inputs = build(Layout.from_batch(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
         token_ids, positions, slots, starts = [], [], [], [0]
         for row, count, done in zip(chosen, new, computed, strict=True):
             tokens, table = sequences[row]
@@ -121,16 +121,17 @@ def test_output_tokens_of_a_chunk_are_entries_of_one_token() -> None:
     batch = make_batch([1, 0, 2], [5, 1, 3], [8, 12, 4], [(0, 0), (1, 1)])
     split = split_outputs(batch, num_prompt)
     assert split is not None
-    assert split.batch.rows.tolist() == [1, 1, 1, 1, 0, 2, 2, 2]
-    assert split.batch.num_new_tokens.tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
-    assert split.batch.num_computed_tokens.tolist() == [8, 10, 11, 12, 12, 4, 5, 6]
-    assert split.places.tolist() == [4, 3]
-    plan = plan_samples(split.batch, split.places)
+    entries, places = split
+    assert entries.rows.tolist() == [1, 1, 1, 1, 0, 2, 2, 2]
+    assert entries.num_new_tokens.tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert entries.num_computed_tokens.tolist() == [8, 10, 11, 12, 12, 4, 5, 6]
+    assert places.tolist() == [4, 3]
+    plan = plan_samples(entries, places)
     assert (plan.rows.tolist(), plan.positions.tolist()) == ([0, 1], [13, 13])
     # Known sample places are places of the original batch.
     again = split_outputs(batch, num_prompt, sample_places(batch))
     assert again is not None
-    assert again.places.tolist() == [4, 3]
+    assert again[1].tolist() == [4, 3]
 
 
 @pytest.mark.parametrize(("new", "computed"), [([4, 1], [0, 9]), ([1, 1], [12, 3]), ([10, 2], [0, 1])])

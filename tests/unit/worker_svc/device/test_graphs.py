@@ -179,7 +179,7 @@ def test_work_is_warmed_up_and_recorded_on_one_side_stream_and_replayed_where_to
     assert not cuda.calls
     replays[1]()
     assert cuda.calls == ["replay graph 2 on default"]
-    assert not Streams.of(GPU).compute.mark().is_passed()
+    assert not Streams.on_device(GPU).compute.mark().is_passed()
 
 
 def test_no_garbage_is_collected_while_a_graph_is_recorded(cuda: FakeCuda) -> None:

@@ -16,7 +16,7 @@ from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.rows import Rows
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import AdmittedStep, CacheOperations
-from worker_svc.streams import IN_ORDER
+from worker_svc.streams import Stream
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -46,7 +46,7 @@ def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:
 
 
 def apply_moves(operations: CacheOperations, pool: KvPool) -> None:
-    BlockMoves(pool, IN_ORDER, IN_ORDER).run(AdmittedStep(make_step(operations=operations), int32(())))
+    BlockMoves(pool, Stream(), Stream()).run(AdmittedStep(make_step(operations=operations), int32(())))
 
 
 def resident_bytes() -> int:

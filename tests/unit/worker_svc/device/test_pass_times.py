@@ -56,15 +56,15 @@ def test_what_drafts_add_is_learned_and_tried_anew_where_they_seemed_to_cost_too
 @pytest.mark.parametrize("disturbed", [0, 1, 3, 6])
 def test_a_pass_that_was_disturbed_at_the_start_is_seen_by_those_of_other_numbers_of_rows(disturbed: int) -> None:
     measured = [each * (3 if index == disturbed else 1) for index, each in enumerate(TRUE.seconds)]
-    costs = PassCosts.of_measured(measured, 0.0)
+    costs = PassCosts.from_measurements(measured, 0.0)
     assert costs.num_rows == TRUE.num_rows
     for seconds, true in zip(costs.seconds, TRUE.seconds, strict=True):
         assert true * 0.99 <= seconds <= 1.34 * true
-    assert all(costs.of(np.array([64, 128])) <= 1.34 * TRUE.of(np.array([64, 128])))
+    assert all(costs.seconds_for(np.array([64, 128])) <= 1.34 * TRUE.seconds_for(np.array([64, 128])))
 
 
 def test_further_rows_that_seem_to_cost_nothing_cost_something() -> None:
-    assert all(np.diff(PassCosts.of_measured([3.0, 3.0, 2.0], 0.0).seconds) > 0)
+    assert all(np.diff(PassCosts.from_measurements([3.0, 3.0, 2.0], 0.0).seconds) > 0)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 60])
@@ -76,7 +76,7 @@ def test_a_start_that_was_three_times_too_slow_for_many_rows_is_corrected_by_a_f
         )
     )
     drafts = np.array([7])
-    plain_s, drafted_s = TRUE.of(np.array([num_rows, num_rows + 7]))
+    plain_s, drafted_s = TRUE.seconds_for(np.array([num_rows, num_rows + 7]))
     for _ in range(30):
         times.record_pass(num_rows, plain_s, is_first=False)
     for _ in range(16):

@@ -60,10 +60,10 @@ class OpenPool:
     """A worker's view of its file."""
 
     def __init__(self, path: Path, namespace: KvNamespace = NAMESPACE, num_blocks: int = NUM_BLOCKS) -> None:
-        self.file = PoolFile.open(path)
-        self.num_held = self.file.num_held(namespace)
+        self.file = PoolFile(path, namespace)
+        self.num_held = self.file.num_held
         shapes = [(2, num_blocks, *SHAPE[2:])] * NAMESPACE.num_layers
-        mapped = self.file.map(namespace, num_blocks, shapes, torch.bfloat16, needs_huge_pages=False)
+        mapped = self.file.map(num_blocks, shapes, torch.bfloat16)
         assert mapped is not None
         self.layers, self.seals = mapped
 
@@ -173,9 +173,9 @@ def test_a_pool_that_its_file_system_has_no_space_for_is_refused(path: Path, mon
 
     num_blocks = LAYOUT.num_bytes // 4096
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks - 1))
-    file = PoolFile.open(path)
+    file = PoolFile(path, NAMESPACE)
     with pytest.raises(ConfigurationError, match=r"takes 8.0 MiB, and its file system has 7.9 MiB left; lower"):
-        file.map(NAMESPACE, NUM_BLOCKS, [SHAPE] * 3, torch.bfloat16, needs_huge_pages=False)
+        file.map(NUM_BLOCKS, [SHAPE] * 3, torch.bfloat16)
     file.close()
     monkeypatch.setattr(os, "fstatvfs", of_blocks(num_blocks, num_blocks))
     pool = OpenPool(path)
@@ -191,21 +191,21 @@ def test_a_file_has_one_worker_at_a_time(path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(file_lock, "_LOCK_TIMEOUT_S", 0.0)
     first = OpenPool(path)
     with pytest.raises(ConfigurationError, match=r"is in use by .* stop that one, or name another place"):
-        PoolFile.open(path)
+        PoolFile(path, NAMESPACE)
     first.die()
     OpenPool(path)
 
 
 def test_a_path_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="none/pool cannot be opened: No such file"):
-        PoolFile.open(tmp_path / "none" / "pool")
+        PoolFile(tmp_path / "none" / "pool", NAMESPACE)
 
 
 def test_a_file_of_something_else_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("notes")
     with pytest.raises(ConfigurationError, match=r"^--kv-cache-file .*notes.txt holds something else than a KV pool; "):
-        PoolFile.open(path)
+        PoolFile(path, NAMESPACE)
     assert path.read_text() == "notes"
     # An empty file, or one without a finished header, and then the file of a pool.
     for size in (0, 4096):
@@ -224,8 +224,8 @@ def test_a_closed_file_takes_no_memory(path: Path) -> None:
     # A mapped file stays in use.
     del pool.layers, pool.seals
     pool.file.close()
-    file = PoolFile.open(path)
-    assert (file.held_bytes, file.num_held(NAMESPACE)) == (0, None)
+    file = PoolFile(path, NAMESPACE)
+    assert (file.held_bytes, file.num_held) == (0, None)
 
 
 def test_a_file_whose_blocks_are_given_back_holds_none_for_a_successor(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from kernels import exchange
 from quire.rpc.address import TcpAddress
@@ -71,28 +72,10 @@ def test_a_connection_that_takes_long_to_come_about_holds_nobody_up(monkeypatch:
     assert reasons.empty()
 
 
-SIZE, TIMEOUT_S = 3, 30
+SIZE = 3
 
 
-class ThreadStore:
-    """A store for ranks that are threads."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str) -> bytes:
-        with self._changed:
-            assert self._changed.wait_for(lambda: key in self._values, TIMEOUT_S), f"nobody has set {key}"
-            return self._values[key].encode()
-
-
-class WatchedStore(ThreadStore):
+class WatchedStore(HashStore):
     """Checks at each access the state that would be left if the rank were killed there."""
 
     def set(self, key: str, value: str) -> None:

@@ -1,8 +1,8 @@
 import pytest
 
 from quire.rpc.errors import FailedPrecondition
+from quire.worker.v1.worker_pb2 import StepRequest
 from worker_svc.protocol.session import Session, Sessions
-from worker_svc.step import StepHeader
 
 GENERATION = 99
 EPOCH = 5
@@ -12,33 +12,33 @@ def make_session() -> Session:
     return Session(EPOCH, GENERATION, max_steps_in_flight=2)
 
 
-def make_header(step_id: int, epoch: int = EPOCH, generation: int = GENERATION) -> StepHeader:
-    return StepHeader(step_id, epoch, generation)
+def make_step(step_id: int, epoch: int = EPOCH, generation: int = GENERATION) -> StepRequest:
+    return StepRequest(step_id=step_id, scheduler_epoch=epoch, worker_generation=generation)
 
 
 def run_steps(session: Session, last: int) -> None:
     for step_id in range(session.last_finished_step_id + 1, last + 1):
-        session.check(make_header(step_id))
+        session.check(make_step(step_id))
         session.start(step_id)
         session.finish(step_id)
 
 
-def reason_of(session: Session, header: StepHeader) -> str:
+def reason_of(session: Session, step: StepRequest) -> str:
     with pytest.raises(FailedPrecondition) as raised:
-        session.check(header)
+        session.check(step)
     return raised.value.reason
 
 
 def test_steps_run_from_one_on_without_gaps() -> None:
     session = make_session()
-    assert reason_of(session, make_header(0)) == "STEP_GAP"
-    assert reason_of(session, make_header(2)) == "STEP_GAP"
+    assert reason_of(session, make_step(0)) == "STEP_GAP"
+    assert reason_of(session, make_step(2)) == "STEP_GAP"
     run_steps(session, 3)
     for step_id in (3, 5):
-        assert reason_of(session, make_header(step_id)) == "STEP_GAP"
+        assert reason_of(session, make_step(step_id)) == "STEP_GAP"
     # Checking changes nothing.
-    session.check(make_header(4))
-    session.check(make_header(4))
+    session.check(make_step(4))
+    session.check(make_step(4))
     assert session.num_in_flight == 0
 
 
@@ -46,18 +46,18 @@ def test_only_so_many_steps_may_be_unanswered() -> None:
     session = make_session()
     session.start(1)
     session.start(2)
-    assert reason_of(session, make_header(3)) == "TOO_MANY_STEPS_IN_FLIGHT"
+    assert reason_of(session, make_step(3)) == "TOO_MANY_STEPS_IN_FLIGHT"
     session.finish(1)
-    session.check(make_header(3))
+    session.check(make_step(3))
 
 
 def test_steps_of_another_incarnation_and_of_an_ended_session_are_refused() -> None:
     session = make_session()
-    assert reason_of(session, make_header(1, epoch=EPOCH - 1)) == "WRONG_EPOCH"
-    assert reason_of(session, make_header(1, epoch=EPOCH + 1)) == "WRONG_EPOCH"
-    assert reason_of(session, make_header(1, generation=1)) == "WRONG_GENERATION"
+    assert reason_of(session, make_step(1, epoch=EPOCH - 1)) == "WRONG_EPOCH"
+    assert reason_of(session, make_step(1, epoch=EPOCH + 1)) == "WRONG_EPOCH"
+    assert reason_of(session, make_step(1, generation=1)) == "WRONG_GENERATION"
     session.end()
-    assert reason_of(session, make_header(1)) == "SESSION_ENDED"
+    assert reason_of(session, make_step(1)) == "SESSION_ENDED"
 
 
 def assert_refused(sessions: Sessions, epoch: int, now: float, reason: str = "STALE_EPOCH") -> None:

@@ -12,7 +12,7 @@ from quire.service.compatibility import WORKER_PROTOCOL
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, columns_of, lines_by_row
 from tests.support.worker_client import make_assign, make_batch
-from worker_svc.protocol.step_messages import StepDecoder, epoch_of, result_message, step_of
+from worker_svc.protocol.step_messages import StepDecoder, epoch_of, result_message
 from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,
@@ -283,12 +283,8 @@ def test_a_result_is_sent_with_all_its_parts() -> None:
     assert result.timings.sample_us == 2**32 - 1
 
 
-def test_what_is_not_a_step_is_refused() -> None:
+def test_a_stream_begins_with_an_epoch() -> None:
     attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(protocol=WORKER_PROTOCOL.message(), scheduler_epoch=3))
     assert epoch_of(attach) == 3
     with pytest.raises(FailedPrecondition):
         epoch_of(worker_pb2.RunRequest())
-    with pytest.raises(FailedPrecondition):
-        step_of(attach)
-    with pytest.raises(InvalidArgument):
-        step_of(worker_pb2.RunRequest())

@@ -1,5 +1,6 @@
 """Matchers follow their rows, and masks allow only the tokens that may follow."""
 
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.matcher import Vocabulary
 from tests.support.constraints import spelled, vocabulary
 from tests.support.sampling import make_columns, make_row_sampling, make_sampling
+from worker_svc.device.rows import Rows
 from worker_svc.sampling.constraints import Masks, RowMatchers, TemplateCache, Terms, exclude
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.sampling.logprobs import gather_candidates
@@ -23,9 +25,21 @@ PAIRS = np.zeros((0, 2), np.int32)
 PROMPT = spelled("the")
 
 
+class FollowingMatchers(RowMatchers):
+    """Matchers with rows, which know the constrained ones."""
+
+    def __init__(self, templates: TemplateCache, host_width: int | None = None) -> None:
+        super().__init__(templates, num_threads=1, host_width=host_width)
+        self._held = Rows(4, 16, 1, torch.device("cpu"))
+
+    def start(self, made: RowChanges, samplers: list[int], inputs: np.ndarray | None = None) -> "Future[Masks] | None":
+        self._held.apply_row_changes(made)
+        return self.start_masks(made, np.array(samplers, np.int32), self._held.sampling.has_constraint, inputs)
+
+
 @pytest.fixture
 def matchers():
-    matchers = RowMatchers(TemplateCache(lambda: HELD), num_threads=1)
+    matchers = FollowingMatchers(TemplateCache(lambda: HELD))
     yield matchers
     matchers.close()
 
@@ -55,10 +69,10 @@ def allowed(masks: Masks | None) -> dict[int, set[bytes]]:
     }
 
 
-def step(matchers: RowMatchers, made: RowChanges, samplers: list[int], draws: str = "") -> dict[int, set[bytes]]:
+def step(matchers: FollowingMatchers, made: RowChanges, samplers: list[int], draws: str = "") -> dict[int, set[bytes]]:
     """Tokens that may follow in one step, in which the rows draw these characters in turn."""
     rows = np.array(samplers, np.int32)
-    masks = matchers.start_masks(made, rows)
+    masks = matchers.start(made, samplers)
     found = allowed(None if masks is None else masks.result())
     if masks is not None and draws:
         ids = np.array([spelled(character)[0] for character in draws])
@@ -82,7 +96,7 @@ def test_a_row_that_is_assigned_with_output_goes_on_after_it(matchers) -> None:
 
 def test_rows_without_a_constraint_have_no_masks(matchers) -> None:
     plain = make_sampling()
-    assert matchers.start_masks(changes(assign(0, plain)), np.array([0])) is None
+    assert matchers.start(changes(assign(0, plain)), [0]) is None
     found = step(matchers, changes(assign(1, constrained("a"))), [0, 1], "xa")
     assert found == {1: {b"a"}}
     assert step(matchers, changes(), [0]) == {}
@@ -122,7 +136,7 @@ def test_the_end_waits_for_min_tokens_while_the_text_can_go_on(matchers) -> None
 
 def test_a_row_without_a_possible_token_fails_alone_and_says_why(matchers) -> None:
     made = changes(assign(0, constrained("abc"), "x"), assign(1, constrained("(")), assign(2, constrained("ab"), "a"))
-    masks = matchers.start_masks(made, np.array([0, 1, 2]))
+    masks = matchers.start(made, [0, 1, 2])
     assert masks is not None
     held = masks.result()
     columns = make_columns([constrained("abc")] * 3)
@@ -137,8 +151,8 @@ def test_a_vocabulary_that_cannot_be_read_fails_constrained_rows_alone() -> None
     def broken() -> Vocabulary:
         raise ValueError("no decoder")
 
-    matchers = RowMatchers(TemplateCache(broken), num_threads=1)
-    masks = matchers.start_masks(changes(assign(0, constrained("a"))), np.array([0]))
+    matchers = FollowingMatchers(TemplateCache(broken))
+    masks = matchers.start(changes(assign(0, constrained("a"))), [0])
     assert masks is not None
     assert "no decoder" in masks.result().errors[0]
     matchers.close()
@@ -153,7 +167,7 @@ def test_tokens_that_do_not_arrive_fail_the_next_step(matchers) -> None:
         raise RuntimeError("the device is gone")
 
     matchers.record_draws(rows, lost)
-    masks = matchers.start_masks(changes(), rows)
+    masks = matchers.start(changes(), [0])
     assert masks is not None
     with pytest.raises(RuntimeError, match="the device is gone"):
         masks.result()
@@ -210,7 +224,7 @@ def test_terms_follow_masks_from_step_to_step() -> None:
     for count in (2, 4, 3, 4):
         bits[rng.integers(4)] ^= 1 << int(rng.integers(31))
         is_allowed = np.unpackbits(bits[:count].view(np.uint8), axis=1, bitorder="little")[:, :300].astype(bool)
-        assert np.array_equal(terms.of(bits[:count]), np.where(is_allowed, 0, -np.inf))
+        assert np.array_equal(terms.from_masks(bits[:count]), np.where(is_allowed, 0, -np.inf))
 
 
 def test_candidates_of_a_constrained_row_are_log_probabilities_of_all_tokens() -> None:

@@ -9,8 +9,8 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.thinking import ThinkingLimit, ThinkingState
 from tests.support.constraints import spelled, vocabulary
 from tests.support.sampling import make_sampling
-from tests.unit.worker_svc.sampling.test_constraints import EOS_ID, allowed, assign, changes, step
-from worker_svc.sampling.constraints import RowMatchers, TemplateCache
+from tests.unit.worker_svc.sampling.test_constraints import EOS_ID, FollowingMatchers, allowed, assign, changes, step
+from worker_svc.sampling.constraints import TemplateCache
 from worker_svc.sampling.logprobs import logprobs_of
 from worker_svc.step import RowConstraint, RowSampling, SetTokens
 
@@ -25,7 +25,7 @@ def limited(budget: int, constraint: Constraint | None = None, **changed) -> Row
 
 @pytest.fixture
 def matchers():
-    matchers = RowMatchers(TemplateCache(lambda: HELD), num_threads=1, host_width=len(HELD.token_bytes))
+    matchers = FollowingMatchers(TemplateCache(lambda: HELD), len(HELD.token_bytes))
     yield matchers
     matchers.close()
 
@@ -68,8 +68,7 @@ def test_rows_are_free_up_to_the_limit_and_follow_forks_drafts_and_replaced_toke
     assert step(matchers, made, [0, 1], "xx") == {}
     assert step(matchers, changes(fork=[(0, 2)]), [0, 1, 2], "<x<") == {0: {b"<"}, 2: {b"<"}}
     # Row 0 has drafts: each is allowed only after the earlier ones.
-    rows, drafts = np.array([0, 0, 0, 0], np.int32), np.array([0, *spelled("/t>")], np.int32)
-    masks = matchers.start_masks(changes(), rows, drafts)
+    masks = matchers.start(changes(), [0, 0, 0, 0], np.array([0, *spelled("/t>")], np.int32))
     assert masks is not None
     assert allowed(masks.result()) == {0: {b"/"}, 1: {b"t"}, 2: {b">"}}
     assert matchers.forced([0, 1, 2]) == {0: spelled("/t>"), 2: spelled("/t>")}
