@@ -15,8 +15,6 @@ from kernels.checks import FLOATING, check_device, check_dtype, check_shape
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import MAX_RANKS, SLOT_BYTES, group_bytes
 
-__all__ = ["MAX_RANKS", "SharedGroup", "all_gather", "all_reduce", "can_exchange", "shared_bytes"]
-
 _CPU = torch.device("cpu")
 
 

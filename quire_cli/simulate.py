@@ -19,7 +19,6 @@ from quire_cli.bench.progress import Progress
 from quire_cli.bench.table import make_errors, make_table
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 from simulator.costs import CostModel
-from simulator.draft_acceptance import SyntheticDrafts, fixed_tokens
 from simulator.fleet import Fleet
 from simulator.hardware import Hardware
 from simulator.load import check_simulated
@@ -28,7 +27,7 @@ from simulator.models import DTYPE_BYTES, MODELS, ModelShape
 from simulator.replica import Outcome, Replica
 from simulator.roofline import Roofline
 from simulator.sweep import GREATEST_RATE, Found, combinations, draw, highest_rate, parse_sweep
-from simulator.tokens import fake_tokens
+from simulator.tokens import SyntheticDrafts, fake_tokens, fixed_tokens
 
 PROGRAM = "quire simulate"
 _SWAP_SPACE = 4 << 30

@@ -30,9 +30,8 @@ from scheduler_svc.core.request import (
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepResult, StepWork, Usage
 from simulator.costs import CostModel
-from simulator.draft_acceptance import work_with
 from simulator.memory import Limit, MemoryUse, limit_of, paged_memory
-from simulator.tokens import TokenSource, fake_tokens
+from simulator.tokens import TokenSource, fake_tokens, work_with
 
 CLIENT = ClientId(0)
 MAX_STEPS_IN_FLIGHT = 2

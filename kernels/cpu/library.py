@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -66,19 +67,27 @@ _CONSTANTS = {
 }
 
 
-def _pointers(names: str) -> list[tuple[str, type[c_void_p]]]:
-    return [(name, c_void_p) for name in names.split()]
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
 
 
-def _integers(names: str) -> list[tuple[str, type[c_int64]]]:
-    return [(name, c_int64) for name in names.split()]
+_pointers, _integers, _doubles = (partial(_fields, kind) for kind in (c_void_p, c_int64, c_double))
 
 
-def _doubles(names: str) -> list[tuple[str, type[c_double]]]:
-    return [(name, c_double) for name in names.split()]
+STRUCTS: list[type[Structure]] = []
+"""The structs of api.h."""
 
 
-class Arguments(Structure):
+class _Mirrored(Structure):
+    """A struct of api.h, or a base of some."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "_fields_" in vars(cls):
+            STRUCTS.append(cls)
+
+
+class Arguments(_Mirrored):
     """The arguments of one operation."""
 
     threads: int
@@ -106,7 +115,7 @@ class SiluArgs(Arguments):
     _fields_ = (*_pointers("output x"), *_integers("dtype threads rows n x_stride"))
 
 
-class Grouping(Structure):
+class Grouping(_Mirrored):
     _fields_ = (*_integers("pieces scale_dtype has_zeros"),)
 
 
@@ -137,7 +146,7 @@ class QuantizeArgs(Arguments):
     _fields_ = (*_pointers("values scales x"), *_integers("dtype threads rows n x_stride value_stride"))
 
 
-class LowRankPart(Structure):
+class LowRankPart(_Mirrored):
     _fields_ = (*_pointers("a b"), *_doubles("scale"), *_integers("rank first_tile last_tile column"))
 
 
@@ -165,14 +174,14 @@ class DrawArgs(Arguments):
     )
 
 
-class Heads(Structure):
+class Heads(_Mirrored):
     _fields_ = (
         *_pointers("source target"),
         *_integers("count source_token_stride source_head_stride target_token_stride target_head_stride"),
     )
 
 
-class CacheSlots(Structure):
+class CacheSlots(_Mirrored):
     _fields_ = (
         *_pointers("kv_cache slot_mapping"),
         *_integers("num_blocks block_size int8_line_bytes"),
@@ -187,7 +196,7 @@ class RotaryArgs(Arguments):
     )
 
 
-class SharedGroup(Structure):
+class SharedGroup(_Mirrored):
     _fields_ = (*_pointers("memory"), *_integers("rank size slot_bytes"))
 
 
@@ -199,7 +208,7 @@ class AllGatherArgs(Arguments):
     _fields_ = (*_pointers("output x"), ("group", SharedGroup), *_integers("threads rows part total x_stride"))
 
 
-class RecordedOperation(Structure):
+class RecordedOperation(_Mirrored):
     _fields_ = (*_integers("operation"), *_pointers("args"), *_integers("lines_per_token"))
 
 
@@ -210,29 +219,6 @@ class RunArgs(Arguments):
 class _Layout(Structure):
     _fields_ = (("name", c_char_p), ("value", c_int64), ("kind", c_int64))
 
-
-STRUCTS: tuple[type[Structure], ...] = (
-    AttentionArgs,
-    NormArgs,
-    SiluArgs,
-    Grouping,
-    PackArgs,
-    LookUpArgs,
-    CompressArgs,
-    QuantizeArgs,
-    LowRankPart,
-    ShrinkArgs,
-    ProductArgs,
-    DrawArgs,
-    Heads,
-    CacheSlots,
-    RotaryArgs,
-    SharedGroup,
-    AllReduceArgs,
-    AllGatherArgs,
-    RecordedOperation,
-    RunArgs,
-)
 
 _OPEN_MP_FUNCTIONS = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")

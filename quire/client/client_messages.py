@@ -6,7 +6,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypeVar, cast
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -54,26 +54,8 @@ GenerateMessage = TypeVar("GenerateMessage", generation_pb2.GenerateRequest, gen
 ChatMessageT = TypeVar("ChatMessageT", generation_pb2.ChatRequest, generation_pb2.ChatStreamRequest)
 
 
-class GenerationFields(TypedDict):
-    """The fields of a request to generate that are neither its prompt nor its options."""
-
-    model: str | None
-    request_id: str | None
-    priority: int | None
-
-
-_FINISH_REASONS = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_CANCELLED: FinishReason.CANCELLED,
-    common_pb2.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
-    common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
-}
-_EARLY_STOPPING = {
-    EarlyStopping.FALSE: common_pb2.EARLY_STOPPING_FALSE,
-    EarlyStopping.TRUE: common_pb2.EARLY_STOPPING_TRUE,
-    EarlyStopping.NEVER: common_pb2.EARLY_STOPPING_NEVER,
-}
+_FINISH_REASONS = {common_pb2.FinishReason.Value(f"FINISH_REASON_{each.name}"): each for each in FinishReason}
+_EARLY_STOPPING = {each: common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{each.name}") for each in EarlyStopping}
 _INTEGERS = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -87,9 +69,8 @@ _KINDS = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
 }
 _TOOL_CHOICES = {
-    "auto": generation_pb2.TOOL_CHOICE_MODE_AUTO,
-    "none": generation_pb2.TOOL_CHOICE_MODE_NONE,
-    "required": generation_pb2.TOOL_CHOICE_MODE_REQUIRED,
+    name: generation_pb2.ToolChoiceMode.Value(f"TOOL_CHOICE_MODE_{name.upper()}")
+    for name in ("auto", "none", "required")
 }
 # Options that are messages themselves.
 _OPTIONS_WITH_FIELDS = ("beam_search", "constraint")
@@ -100,7 +81,10 @@ def to_generate_request(
     message: GenerateMessage,
     prompt: str | Sequence[int],
     options: GenerationOptions | None,
-    **fields: Unpack[GenerationFields],
+    *,
+    model: str | None = None,
+    request_id: str | None = None,
+    priority: int | None = None,
 ) -> GenerateMessage:
     """Fills `message`, a new request of either kind, and returns it.
 
@@ -114,7 +98,7 @@ def to_generate_request(
         _check_is_sequence("prompt", prompt, "a str or a sequence of token ids")
         message.token_ids.SetInParent()
         _fill(message.token_ids, ids=prompt)
-    _fill(message, **fields)
+    _fill(message, model=model, request_id=request_id, priority=priority)
     _fill_options(message, options)
     return message
 
@@ -123,8 +107,7 @@ def to_chat_request(
     message: ChatMessageT,
     messages: Sequence[AnyChatMessage],
     options: GenerationOptions | None,
-    chat: ChatFields | None = None,
-    **fields: Unpack[GenerationFields],
+    chat: ChatFields,
 ) -> ChatMessageT:
     """Fills `message`, a new request of either kind, and returns it.
 
@@ -134,8 +117,7 @@ def to_chat_request(
     """
     _check_is_sequence("messages", messages, "a sequence of ChatMessage")
     _add_messages(message, "messages", messages)
-    _fill_chat(message, chat or {})
-    _fill(message, **fields)
+    _fill_chat(message, chat)
     _fill_options(message, options)
     return message
 
@@ -250,7 +232,8 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
     if (allowed := chat.get("allowed_tools")) is not None:
         _check_is_sequence("allowed_tools", allowed, "a sequence of names of tools")
         _put(message.tool_choice, "allowed", allowed, "allowed_tools")
-    _fill(message, parallel_tool_calls=chat.get("parallel_tool_calls"))
+    names = ("model", "request_id", "priority", "parallel_tool_calls")
+    _fill(message, **{name: chat.get(name) for name in names})
     if (wanted := chat.get("response_format")) is not None:
         constraint = wanted if isinstance(wanted, Constraint) else Constraint(json_schema=wanted)
         fill_constraint(message.response_format, constraint, "response_format")
@@ -333,7 +316,7 @@ def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch
     _fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
 
 
-def _early_stopping(value: EarlyStopping) -> common_pb2.EarlyStopping:
+def _early_stopping(value: EarlyStopping) -> int:
     try:
         return _EARLY_STOPPING[EarlyStopping(value)]
     except ValueError as error:
@@ -394,7 +377,7 @@ def from_stream_response(
                 tool_calls=tuple(_read(ToolCallDelta, call) for call in chunk.tool_calls),
             )
         case "finished":
-            return _read(SequenceFinished, message.finished, **_ending(message.finished))
+            return _read(SequenceFinished, message.finished, finish_reason=_finish_reason(message.finished))
         case "completed":
             return _read(
                 RequestCompleted,
@@ -407,7 +390,7 @@ def from_stream_response(
 
 
 def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokenization:
-    return _read(Tokenization, message, token_ids=tuple(message.token_ids), tokens=tuple(message.tokens))
+    return _read(Tokenization, message)
 
 
 def from_detokenize_response(message: generation_pb2.DetokenizeResponse) -> str:
@@ -419,11 +402,11 @@ def from_pin_response(message: prefix_pb2.PinPrefixResponse) -> PinnedPrefix:
 
 
 def from_get_model_response(message: model_pb2.GetModelResponse) -> Model:
-    return _model(message.model)
+    return _read(Model, message.model)
 
 
 def from_models(message: model_pb2.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(map(_model, message.models))
+    return tuple(_read(Model, each) for each in message.models)
 
 
 def from_load_adapter_response(message: model_pb2.LoadAdapterResponse) -> Adapter:
@@ -435,12 +418,8 @@ def from_adapters(message: model_pb2.ListAdaptersResponse) -> tuple[Adapter, ...
 
 
 def from_server_info(message: model_pb2.GetServerInfoResponse) -> ServerInfo:
-    return _read(
-        ServerInfo,
-        message,
-        replicas=tuple(map(_replica, message.replicas)),
-        limits=_read(Limits, message.limits),
-    )
+    replicas = tuple(map(_replica, message.replicas))
+    return _read(ServerInfo, message, replicas=replicas, limits=_read(Limits, message.limits))
 
 
 def from_nothing(_: Message) -> None:
@@ -448,9 +427,13 @@ def from_nothing(_: Message) -> None:
 
 
 def _read(cls: type[T], message: Any, **given: Any) -> T:
-    """A dataclass with the fields of a message; `given` has the fields whose types differ."""
-    names = (each.name for each in dataclasses.fields(cast(Any, cls)))
-    return cls(**given, **{name: getattr(message, name) for name in names if name not in given})
+    """A dataclass with the fields of a message: tuples for lists, None for absent ones; `given` has the fields whose
+    types differ."""
+    for name in (each.name for each in dataclasses.fields(cast(Any, cls)) if each.name not in given):
+        field, value = message.DESCRIPTOR.fields_by_name[name], getattr(message, name)
+        is_absent = field.has_presence and not message.HasField(name)
+        given[name] = tuple(value) if field.is_repeated else None if is_absent else value
+    return cls(**given)
 
 
 def _replica(message: model_pb2.Replica) -> Replica:
@@ -458,32 +441,19 @@ def _replica(message: model_pb2.Replica) -> Replica:
     return _read(Replica, message, loading=loading, role=ReplicaRole.of(message.role))
 
 
-def _model(message: model_pb2.Model) -> Model:
-    parent = message.parent if message.HasField("parent") else None
-    return _read(Model, message, eos_token_ids=tuple(message.eos_token_ids), parent=parent)
-
-
 def _sequence(message: generation_pb2.GeneratedSequence) -> GeneratedSequence:
-    token_ids, logprobs = tuple(message.token_ids), _positions(message.logprobs)
-    calls = tuple(_read(ToolCall, call) for call in message.tool_calls)
     return _read(
         GeneratedSequence,
         message,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        tool_calls=calls,
+        finish_reason=_finish_reason(message),
+        logprobs=_positions(message.logprobs),
+        tool_calls=tuple(_read(ToolCall, call) for call in message.tool_calls),
         parsed=None,
-        **_ending(message),
     )
 
 
-def _ending(message: generation_pb2.GeneratedSequence | generation_pb2.SequenceFinished) -> dict[str, Any]:
-    """How a sequence ended."""
-    optional = ("stop_string", "stop_token_id", "cumulative_logprob")
-    return {
-        "finish_reason": _FINISH_REASONS.get(message.finish_reason, FinishReason.UNSPECIFIED),
-        **{name: getattr(message, name) if message.HasField(cast(Any, name)) else None for name in optional},
-    }
+def _finish_reason(message: generation_pb2.GeneratedSequence | generation_pb2.SequenceFinished) -> FinishReason:
+    return _FINISH_REASONS.get(message.finish_reason, FinishReason.UNSPECIFIED)
 
 
 def _positions(messages: Iterable[common_pb2.PositionLogprobs]) -> tuple[PositionLogprobs, ...]:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from quire.client.types import RequestCompleted, SequenceFinished, StreamEvent, TokenChunk, ToolCallDelta
 from quire.gateway.v1 import generation_pb2
@@ -146,52 +146,36 @@ Resume = Callable[[generation_pb2.ResumeStreamRequest, float | None], Any]
 """Makes the call that resumes the request if a scheduler still has it."""
 
 
-class Recovery(Protocol):
-    """The received part of one stream, and the calls that get the rest."""
-
-    def accept(self, event: StreamEvent) -> StreamEvent | None:
-        """Records an event; returns the part of it that is new to the caller, None if nothing is."""
-        ...
-
-    def record_accepted(self) -> None:
-        """Records that a server accepted the call that has ended."""
-        ...
-
-    def delay_after(self, error: QuireError) -> float:
-        """Seconds to wait before `call`. Raises the error if the stream cannot continue."""
-        ...
-
-    def call(self) -> Any:
-        """The call that brings the rest; the first one brings all."""
-        ...
-
-
 @dataclass(slots=True)
-class Restart:
-    """A stream that can only be started again, before its first event.
+class Recovery:
+    """The calls that get one stream. This one can only be started again, before its first event.
 
     Attributes:
         start: Submits the request.
-        attempts: Counts its submissions.
+        attempts: The submissions of a request that is refused.
     """
 
     start: Start
     attempts: Attempts
     _has_begun: bool = field(default=False, init=False)
 
-    def accept(self, event: StreamEvent) -> StreamEvent:
+    def accept(self, event: StreamEvent) -> StreamEvent | None:
+        """Records an event; returns the part of it that is new to the caller, None if nothing is."""
         self._has_begun = True
         return event
 
     def record_accepted(self) -> None:
-        """Has no effect: it is not known whether the request ran."""
+        """Records that a server accepted the call that has ended. No effect here: it is not known whether the request
+        ran."""
 
     def delay_after(self, error: QuireError) -> float:
+        """Seconds to wait before `call`. Raises the error if the stream cannot continue."""
         if self._has_begun:
             raise error from None
         return self.attempts.delay_after(error)
 
     def call(self) -> Any:
+        """The call that brings the rest; the first one brings all."""
         return self.start(self.attempts.time.left_s())
 
 
@@ -260,26 +244,22 @@ def _without(chunk: TokenChunk, num_tokens: int, characters: Characters) -> Toke
 
 
 @dataclass(slots=True)
-class Resumption:
+class Resumption(Recovery):
     """A durable stream, which continues after the received part: by resuming its request while a scheduler has it, else
     by submitting it anew, if possible with the tokens received so far.
 
     Attributes:
         request_id: The request's id.
-        start: Submits the request.
-        resume: Resumes it.
+        resume: Resumes the request.
         go_on: Submits it anew, to continue after the received tokens; None if sequences are chosen at the end, so that
             they cannot be continued. Then the whole output is generated again, and must begin with the received tokens.
         num_sequences: The number of its sequences.
-        attempts: The submissions of a request that is refused.
     """
 
     request_id: str
-    start: Start
     resume: Resume
     go_on: Continue | None
     num_sequences: int
-    attempts: Attempts
     _sequences: dict[int, _Progress] = field(default_factory=dict[int, _Progress], init=False)
     _is_lost: bool = field(default=False, init=False)
     # The time since which no server has accepted a call.
@@ -405,7 +385,7 @@ def make_recovery(
         return method(request, timeout=left_s)
 
     if resume_stream is None:
-        return Restart(start, attempts)
+        return Recovery(start, attempts)
     request.durable = True
     # An id that cannot be guessed, known here even if no answer came.
     request.request_id = request.request_id or f"req-{entropy.random_hex(16)}"
@@ -421,11 +401,7 @@ def make_recovery(
         again.continue_from.extend(held)
         return method(again, timeout=left_s)
 
-    return Resumption(
-        request.request_id,
-        start,
-        lambda again, left_s: resume_stream(again, timeout=left_s),
-        None if chooses else go_on,
-        num_sequences,
-        attempts,
-    )
+    def resume(again: generation_pb2.ResumeStreamRequest, left_s: float | None) -> Any:
+        return resume_stream(again, timeout=left_s)
+
+    return Resumption(start, attempts, request.request_id, resume, None if chooses else go_on, num_sequences)

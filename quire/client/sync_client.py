@@ -16,6 +16,7 @@ from quire.client.types import (
     AnyChatMessage,
     ChatFields,
     Generation,
+    GenerationFields,
     GenerationOptions,
     Model,
     PinnedPrefix,
@@ -192,13 +193,10 @@ class Client:
         prompt: str | Sequence[int],
         options: GenerationOptions | None = None,
         *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int | None = None,
         timeout_s: float | None = None,
+        **fields: Unpack[GenerationFields],
     ) -> Generation:
         """Continues a text or token ids; answers when all sequences are finished."""
-        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
         request = convert.to_generate_request(generation_pb2.GenerateRequest(), prompt, options, **fields)
         method, read = self._stubs.generation.Generate, convert.from_generate_response
         return self._ask(method, request, read, timeout_s, is_idempotent=False)
@@ -208,15 +206,12 @@ class Client:
         prompt: str | Sequence[int],
         options: GenerationOptions | None = None,
         *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int | None = None,
         durable: bool = False,
         timeout_s: float | None = None,
+        **fields: Unpack[GenerationFields],
     ) -> Stream:
         """Continues a text or token ids; the stream gives tokens as they come. A durable stream outlives the server's
         processes."""
-        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
         request = convert.to_generate_request(generation_pb2.GenerateStreamRequest(), prompt, options, **fields)
         return self._stream(self._stubs.generation.GenerateStream, request, timeout_s, durable=durable)
 
@@ -225,15 +220,11 @@ class Client:
         messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int | None = None,
         timeout_s: float | None = None,
         **chat: Unpack[ChatFields],
     ) -> Generation:
         """Answers a conversation by the model's chat template, with the tools and the format if they are given."""
-        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
-        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, chat, **fields)
+        request = convert.to_chat_request(generation_pb2.ChatRequest(), messages, options, chat)
         method, read = self._stubs.generation.Chat, convert.from_generate_response
         return convert.with_parsed(self._ask(method, request, read, timeout_s, is_idempotent=False), chat)
 
@@ -242,17 +233,13 @@ class Client:
         messages: Sequence[AnyChatMessage],
         options: GenerationOptions | None = None,
         *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int | None = None,
         durable: bool = False,
         timeout_s: float | None = None,
         **chat: Unpack[ChatFields],
     ) -> Stream:
         """Answers a conversation; the stream gives tokens as they come, with separate text, reasoning and calls. A
         durable stream outlives the server's processes."""
-        fields: convert.GenerationFields = {"model": model, "request_id": request_id, "priority": priority}
-        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, chat, **fields)
+        request = convert.to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, chat)
         return self._stream(self._stubs.generation.ChatStream, request, timeout_s, durable=durable)
 
     def cancel(self, request_id: str, *, timeout_s: float | None = None) -> None:

@@ -161,7 +161,15 @@ class Tool:
     strict: bool | None = None
 
 
-class ChatFields(TypedDict, total=False):
+class GenerationFields(TypedDict, total=False):
+    """The fields of a request to generate that are neither its prompt nor its options."""
+
+    model: str | None
+    request_id: str | None
+    priority: int | None
+
+
+class ChatFields(GenerationFields, total=False):
     """The fields of a chat other than its messages and options.
 
     `tool_choice` is "auto", "none", "required" or the name of a tool. `allowed_tools` are the names of the tools that

@@ -11,79 +11,46 @@
 are seconds since the run began.
 """
 
-from quire.load.arrivals import Arrivals, AtOnce, Gamma, Poisson, Trace, first_until, make_arrivals
-from quire.load.datasets import (
-    ALPACA_OUTPUT,
-    ALPACA_PROMPT,
-    SHAREGPT_OUTPUT,
-    SHAREGPT_PROMPT,
-    Chat,
-    Constant,
-    Dataset,
-    Independent,
-    Length,
-    Lognormal,
-    alpaca,
-    chat,
-    fixed,
-    shared_prefix,
-    sharegpt,
-    take,
-)
-from quire.load.files import read_requests, recorded_times
-from quire.load.records import RequestRecord
-from quire.load.report import Report, Slo, Statistics, make_report
-from quire.load.requests import (
-    LoadRequest,
-    Message,
-    arriving_at,
-    conversations,
-    describe,
-    with_arrivals,
-    with_decoding,
-    with_other_tokens,
-)
-from quire.load.results import LoadResult, Run
+# ruff: noqa: I001  (one import for each module)
 
-__all__ = [
-    "ALPACA_OUTPUT",
-    "ALPACA_PROMPT",
-    "SHAREGPT_OUTPUT",
-    "SHAREGPT_PROMPT",
-    "Arrivals",
-    "AtOnce",
-    "Chat",
-    "Constant",
-    "Dataset",
-    "Gamma",
-    "Independent",
-    "Length",
-    "LoadRequest",
-    "LoadResult",
-    "Lognormal",
-    "Message",
-    "Poisson",
-    "Report",
-    "RequestRecord",
-    "Run",
-    "Slo",
-    "Statistics",
-    "Trace",
-    "alpaca",
-    "arriving_at",
-    "chat",
-    "conversations",
-    "describe",
-    "first_until",
-    "fixed",
-    "make_arrivals",
-    "make_report",
-    "read_requests",
-    "recorded_times",
-    "shared_prefix",
-    "sharegpt",
-    "take",
-    "with_arrivals",
-    "with_decoding",
-    "with_other_tokens",
-]
+from quire.load.arrivals import (
+    Arrivals as Arrivals,
+    AtOnce as AtOnce,
+    Gamma as Gamma,
+    Poisson as Poisson,
+    Trace as Trace,
+    first_until as first_until,
+    make_arrivals as make_arrivals,
+)
+from quire.load.datasets import (
+    ALPACA_OUTPUT as ALPACA_OUTPUT,
+    ALPACA_PROMPT as ALPACA_PROMPT,
+    SHAREGPT_OUTPUT as SHAREGPT_OUTPUT,
+    SHAREGPT_PROMPT as SHAREGPT_PROMPT,
+    Chat as Chat,
+    Constant as Constant,
+    Dataset as Dataset,
+    Independent as Independent,
+    Length as Length,
+    Lognormal as Lognormal,
+    alpaca as alpaca,
+    chat as chat,
+    fixed as fixed,
+    shared_prefix as shared_prefix,
+    sharegpt as sharegpt,
+    take as take,
+)
+from quire.load.files import read_requests as read_requests, recorded_times as recorded_times
+from quire.load.records import RequestRecord as RequestRecord
+from quire.load.report import Report as Report, Slo as Slo, Statistics as Statistics, make_report as make_report
+from quire.load.requests import (
+    LoadRequest as LoadRequest,
+    Message as Message,
+    arriving_at as arriving_at,
+    conversations as conversations,
+    describe as describe,
+    with_arrivals as with_arrivals,
+    with_decoding as with_decoding,
+    with_other_tokens as with_other_tokens,
+)
+from quire.load.results import LoadResult as LoadResult, Run as Run

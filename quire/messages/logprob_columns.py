@@ -6,13 +6,21 @@ tokens; Python objects are made where an answer is written, a few positions at a
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
+_DTYPES = {
+    "chosen_logprobs": _FLOAT32,
+    "chosen_ranks": _INT32,
+    "top_counts": _INT32,
+    "top_token_ids": _INT32,
+    "top_logprobs": _FLOAT32,
+}
+"""Of the columns as they are stored, in their order."""
 
 POSITION_BYTES = 12
 """The bytes of a position without the most likely tokens."""
@@ -132,15 +140,7 @@ class LogprobLog:
 
     def append(self, columns: LogprobColumns) -> None:
         """Copies the columns to the end."""
-        self._add(
-            (
-                columns.chosen_logprobs.astype(_FLOAT32, copy=False).tobytes(),
-                columns.chosen_ranks.astype(_INT32, copy=False).tobytes(),
-                columns.top_counts.astype(_INT32, copy=False).tobytes(),
-                columns.top_token_ids.astype(_INT32, copy=False).tobytes(),
-                columns.top_logprobs.astype(_FLOAT32, copy=False).tobytes(),
-            )
-        )
+        self._add(getattr(columns, name).astype(dtype, copy=False).tobytes() for name, dtype in _DTYPES.items())
 
     def extend(self, other: "LogprobLog") -> None:
         """Copies all of another one to the end."""
@@ -187,11 +187,5 @@ class LogprobLog:
 
 
 def _columns_of(columns: Iterable[bytes]) -> LogprobColumns:
-    chosen_logprobs, chosen_ranks, top_counts, top_token_ids, top_logprobs = columns
-    return LogprobColumns(
-        np.frombuffer(chosen_logprobs, _FLOAT32),
-        np.frombuffer(chosen_ranks, _INT32),
-        np.frombuffer(top_counts, _INT32),
-        np.frombuffer(top_token_ids, _INT32),
-        np.frombuffer(top_logprobs, _FLOAT32),
-    )
+    arrays: Iterable[NDArray[Any]] = map(np.frombuffer, columns, _DTYPES.values())
+    return LogprobColumns(*arrays)

@@ -133,7 +133,7 @@ def read_adapter(directory: Path | str) -> Adapter:
     shapes = _shapes(files)
     modules = {name: config.module(name, *of_module) for name, of_module in sorted(shapes.items())}
     return Adapter(
-        digest=_digest([raw], files),
+        digest=_digest(raw, files),
         directory=directory,
         files=files,
         rank=max(each.rank for each in modules.values()),
@@ -239,16 +239,9 @@ class _Config:
                 f"{self.file.parent / WEIGHTS_FILE}: lora_A of {name} is {list(a)}, lora_B {list(b)}; they must be "
                 f"[rank, inputs] and [outputs, rank], with a rank of at most {MAX_RANK}"
             )
-        alpha = self._alpha_of(name)
+        # The first pattern that is the end of the name, or after ^ the whole name, as in PEFT.
+        alpha = next((each for pattern, each in self.alpha_pattern.items() if pattern.fullmatch(name)), self.alpha)
         return AdaptedModule(rank, num_inputs, b[0], alpha / (math.sqrt(rank) if self.uses_rslora else rank))
-
-    def _alpha_of(self, name: str) -> float:
-        """The alpha of the first pattern that is the end of the name, or after ^ the whole name, as in PEFT, where a
-        pattern is a regular expression."""
-        for pattern, alpha in self.alpha_pattern.items():
-            if pattern.fullmatch(name):
-                return alpha
-        return self.alpha
 
 
 def _weight_files(directory: Path) -> tuple[Path, ...]:
@@ -443,12 +436,9 @@ def _module_of(file: Path, name: str, dtype: str) -> tuple[str, str]:
     return found["module"], found["side"]
 
 
-def _digest(parts: Iterable[bytes], files: Iterable[Path]) -> bytes:
-    """Each part, and each file, with its length first."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
+def _digest(config: bytes, files: Iterable[Path]) -> bytes:
+    """Of the configuration, and each file, with its length first."""
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     for file in files:
         try:
             with file.open("rb") as opened:

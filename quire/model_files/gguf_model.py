@@ -141,8 +141,15 @@ def _dtype(fields: GgufFields) -> str:
     return "float16" if kinds <= {_F32, _F16} else "bfloat16"
 
 
-def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str, Any]:
-    """The sizes of all families but GPT-2. If each layer has experts, a file may omit the width of other layers."""
+def _decoder(
+    fields: GgufFields,
+    architecture: str,
+    model_type: str,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    width_of_experts: int | None = None,
+) -> dict[str, Any]:
+    """The configuration of all families but GPT-2. `activation` is a field and its value. If each layer has experts, a
+    file may omit the width of other layers."""
     heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", max(width // heads, 1))
     rotated = fields.size("rope.dimension_count", head_dim)
@@ -150,6 +157,8 @@ def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str,
     if (rotated != head_dim and not is_partial) or fields.size("attention.value_length", head_dim) != head_dim:
         raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
     return {
+        "architectures": [architecture],
+        "model_type": model_type,
         "hidden_size": width,
         "intermediate_size": fields.size("feed_forward_length", width_of_experts),
         "num_hidden_layers": fields.size("block_count"),
@@ -159,25 +168,22 @@ def _sizes(fields: GgufFields, width_of_experts: int | None = None) -> dict[str,
         **({"partial_rotary_factor": rotated / head_dim} if is_partial else {}),
         "max_position_embeddings": fields.size("context_length"),
         "rms_norm_eps": fields.positive("attention.layer_norm_rms_epsilon"),
-    }
-
-
-def _rope(fields: GgufFields, head_dim: int) -> dict[str, Any]:
-    return {
+        activation[0]: activation[1],
         "rope_theta": fields.positive("rope.freq_base", 10_000.0),
         "rope_scaling": _rope_scaling(fields, head_dim),
+        "attention_bias": any(f"blk.0.{name}.bias" in fields.header.tensors for name in ("attn_q", "attn_qkv")),
     }
 
 
 def _llama(fields: GgufFields) -> dict[str, Any]:
     """Llama, Mistral, and Mixtral, which is a Llama with experts here."""
     if fields.has("expert_count") and fields.own("expert_count", int, "a whole number"):
-        return _llama_like(fields, "MixtralForCausalLM", "mixtral") | {
+        return _decoder(fields, "MixtralForCausalLM", "mixtral") | {
             "sliding_window": None,
             "num_local_experts": fields.size("expert_count"),
             "num_experts_per_tok": _num_chosen_experts(fields),
         }
-    config = _llama_like(fields, "LlamaForCausalLM", "llama")
+    config = _decoder(fields, "LlamaForCausalLM", "llama")
     config["mlp_bias"] = "blk.0.ffn_gate.bias" in fields.header.tensors
     if fields.has("attention.sliding_window"):
         window = fields.size("attention.sliding_window")
@@ -186,7 +192,7 @@ def _llama(fields: GgufFields) -> dict[str, Any]:
 
 
 def _phi_3(fields: GgufFields) -> dict[str, Any]:
-    config = _llama_like(fields, "Phi3ForCausalLM", "phi3")
+    config = _decoder(fields, "Phi3ForCausalLM", "phi3")
     length = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     window = fields.own("attention.sliding_window", int, "a whole number", 0) or None
     config |= {"original_max_position_embeddings": length, "sliding_window": window}
@@ -220,7 +226,7 @@ def _qwen(
 ) -> dict[str, Any]:
     if fields.has("attention.sliding_window"):
         raise fields.error(f"sliding windows of {model_type} are not read")
-    return _llama_like(fields, architecture, model_type, width_of_experts)
+    return _decoder(fields, architecture, model_type, width_of_experts=width_of_experts)
 
 
 def _qwen_with_experts(fields: GgufFields, architecture: str, model_type: str) -> dict[str, Any]:
@@ -242,52 +248,22 @@ def _qwen_with_experts(fields: GgufFields, architecture: str, model_type: str) -
     return config if shared is None else config | {"shared_expert_intermediate_size": shared.shape[0]}
 
 
-def _llama_like(
-    fields: GgufFields, architecture: str, model_type: str, width_of_experts: int | None = None
-) -> dict[str, Any]:
-    sizes = _sizes(fields, width_of_experts)
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        **sizes,
-        "hidden_act": "silu",
-        **_rope(fields, sizes["head_dim"]),
-        "attention_bias": any(f"blk.0.{name}.bias" in fields.header.tensors for name in ("attn_q", "attn_qkv")),
-    }
-
-
 _GELU = "gelu_pytorch_tanh"
 
 
-def _gemma(fields: GgufFields) -> dict[str, Any]:
-    sizes = _sizes(fields)
-    return {
-        "architectures": ["GemmaForCausalLM"],
-        "model_type": "gemma",
-        **sizes,
-        "hidden_act": _GELU,
-        **_rope(fields, sizes["head_dim"]),
-    }
-
-
 def _gemma_2(fields: GgufFields) -> dict[str, Any]:
-    sizes = _sizes(fields)
-    return {
-        "architectures": ["Gemma2ForCausalLM"],
-        "model_type": "gemma2",
-        **sizes,
-        "hidden_activation": _GELU,
-        "query_pre_attn_scalar": _query_scale(sizes, layers_of_largest=46),
+    config = _decoder(fields, "Gemma2ForCausalLM", "gemma2", ("hidden_activation", _GELU))
+    return config | {
+        "query_pre_attn_scalar": _query_scale(config, layers_of_largest=46),
         "sliding_window": fields.size("attention.sliding_window", 4096),
         "attn_logit_softcapping": fields.positive("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
-        **_rope(fields, sizes["head_dim"]),
     }
 
 
 def _gemma_3(fields: GgufFields) -> dict[str, Any]:
-    sizes = _sizes(fields)
-    num_layers = sizes["num_hidden_layers"]
+    config = _decoder(fields, "Gemma3ForCausalLM", "gemma3_text", ("hidden_activation", _GELU))
+    num_layers = config["num_hidden_layers"]
     # Without a window, all layers attend to all tokens.
     slides = [False] * num_layers
     if fields.has("attention.sliding_window"):
@@ -298,14 +274,11 @@ def _gemma_3(fields: GgufFields) -> dict[str, Any]:
             slides = [(index + 1) % pattern > 0 for index in range(num_layers)]
     if len(slides) != num_layers:
         raise fields.error(f"attention.sliding_window_pattern has {len(slides)} entries for {num_layers} layers")
-    scaling = _rope_scaling(fields, sizes["head_dim"]) or {"rope_type": "default"}
+    del config["rope_theta"]
+    scaling = config.pop("rope_scaling") or {"rope_type": "default"}
     theta_of_windows = fields.positive("rope.freq_base_swa", 10_000.0)
-    config = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        **sizes,
-        "hidden_activation": _GELU,
-        "query_pre_attn_scalar": _query_scale(sizes, layers_of_largest=62),
+    config |= {
+        "query_pre_attn_scalar": _query_scale(config, layers_of_largest=62),
         "sliding_window": fields.size("attention.sliding_window", 4096),
         "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
         "rope_parameters": {
@@ -318,11 +291,11 @@ def _gemma_3(fields: GgufFields) -> dict[str, Any]:
     return config
 
 
-def _query_scale(sizes: Mapping[str, Any], *, layers_of_largest: int) -> int:
+def _query_scale(config: Mapping[str, Any], *, layers_of_largest: int) -> int:
     """No field has it; the models of 27B differ from the others, and llama.cpp knows them by their layers."""
-    if sizes["num_hidden_layers"] == layers_of_largest:
-        return sizes["hidden_size"] // sizes["num_attention_heads"]
-    return sizes["head_dim"]
+    if config["num_hidden_layers"] == layers_of_largest:
+        return config["hidden_size"] // config["num_attention_heads"]
+    return config["head_dim"]
 
 
 def _gpt2(fields: GgufFields) -> dict[str, Any]:
@@ -349,7 +322,7 @@ _CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
     "qwen3vl": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
-    "gemma": _gemma,
+    "gemma": lambda fields: _decoder(fields, "GemmaForCausalLM", "gemma", ("hidden_act", _GELU)),
     "gemma2": _gemma_2,
     "gemma3": _gemma_3,
     "phi3": _phi_3,

@@ -1,6 +1,6 @@
 """Fetches models of a hub: ORG/NAME becomes a snapshot in the cache that all tools of the Hugging Face Hub share.
 
-    pull(HubName.parse("org/name@v1"), Parts.ALL)  # -> .../models--org--name/snapshots/COMMIT
+    pull(HubName.parse("org/name@v1"))  # -> .../models--org--name/snapshots/COMMIT
 
 `huggingface_hub` finds, authenticates and stores: its variables apply here, too (HF_ENDPOINT, HF_TOKEN, HF_HOME,
 HF_HUB_OFFLINE and so on). This module adds two things: it fetches only the files that Quire reads, and it continues a
@@ -11,14 +11,13 @@ import errno
 import fcntl
 import hashlib
 import os
-import queue
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,21 +52,22 @@ from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_header import part_names
 from quire.model_files.model_directory import (
     EMBEDDING_MODULES,
+    INDEX_FILE,
     OLDER_QUANTIZATIONS,
+    SINGLE_FILE,
     HubName,
     ModelDirectory,
     shard_names,
     weight_files,
 )
 from quire.model_files.progress import DOWNLOADING, LoadProgress, Report, no_report, of_bytes
+from quire.rpc.process import DaemonThreads
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError, TemporaryError
 from quire.version import VERSION
 
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
 # Further files that `ModelDirectory` reads.
 _SMALL = (
     _TOKENIZER,
@@ -106,14 +106,6 @@ _NOT_MODELS = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _T = TypeVar("_T")
 
 
-class Parts(Enum):
-    """The files of a model that a process needs."""
-
-    ALL = "all"
-    WITHOUT_WEIGHTS = "without weights"
-    """The files that a gateway reads: configuration, tokenizer, chat templates."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Listed:
     """A file of a repository.
@@ -136,13 +128,14 @@ class _Listed:
         return max(self.size - (partial.stat().st_size if partial.exists() else 0), 0)
 
 
-def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -> Path:
+def pull(model: HubName, *, with_weights: bool = True, report: Report = no_report) -> Path:
     """Fetches the files missing in the cache; returns the snapshot's directory, or the file of a name with one.
 
     A branch or tag is looked up at the hub. Without the hub the cache is used if it has all files.
 
     Args:
-        report: called with the bytes of large files.
+        with_weights: Without them, it fetches the files that a gateway reads: configuration, tokenizer, chat templates.
+        report: Called with the bytes of large files.
 
     Raises:
         ConfigurationError: one line with the obstacle and the way out.
@@ -150,14 +143,14 @@ def pull(model: HubName, parts: Parts = Parts.ALL, report: Report = no_report) -
     disable_progress_bars()
     set_verbosity_error()
     with _explained(model):
-        return _Pull(model, report).run(parts)
+        return _Pull(model, report).run(with_weights)
 
 
 def cached(model: HubName) -> Path | None:
     """The same if the cache has all of it; else None. The hub is not asked."""
     try:
         with _explained(model):
-            return _Pull(model, no_report, offline="the hub is not asked").run(Parts.ALL)
+            return _Pull(model, no_report, offline="the hub is not asked").run(with_weights=True)
     except ConfigurationError:
         return None
 
@@ -173,7 +166,7 @@ class _Pull:
         self._total = 0
         self._counting = threading.Lock()
 
-    def run(self, parts: Parts) -> Path:
+    def run(self, with_weights: bool) -> Path:
         self._offline = self._offline or self._look_for_hub()
         if self._model.file is not None:
             return self._gguf_model(self._model.file)
@@ -186,16 +179,16 @@ class _Pull:
             return self._gguf_model(self._gguf_file())
         info = self._info(snapshot.name)
         if info is None:
-            return self._cached(snapshot, parts)
+            return self._cached(snapshot, with_weights)
         listing = _files(info)
-        if listing.keys().isdisjoint((_SINGLE_FILE, _INDEX_FILE)) and _gguf_files(listing):
+        if listing.keys().isdisjoint((SINGLE_FILE, INDEX_FILE)) and _gguf_files(listing):
             return self._gguf_model(self._gguf_file())
         if _TOKENIZER not in listing:
             raise ConfigurationError(
                 f"{self._model} has no {_TOKENIZER}, the one form of tokenizer that is read; transformers writes it: "
                 f'AutoTokenizer.from_pretrained("{self._model.repository}").save_pretrained(DIRECTORY)'
             )
-        weights = [] if parts is Parts.WITHOUT_WEIGHTS else self._weights(listing, snapshot.name)
+        weights = self._weights(listing, snapshot.name) if with_weights else []
         small = [name for name in listing if name in _SMALL or _FURTHER_TEMPLATES.fullmatch(name)]
         _in_threads(lambda name: self._fetch(name, snapshot.name), small)
         # A model that cannot be served is refused before its weights are fetched.
@@ -278,13 +271,13 @@ class _Pull:
 
     def _weights(self, listing: Mapping[str, _Listed], commit: str) -> Sequence[str]:
         """The names of the weight files. Raises ConfigurationError if there are no readable ones."""
-        if _SINGLE_FILE in listing:
-            return [_SINGLE_FILE]
-        if _INDEX_FILE in listing:
-            names = shard_names(self._fetch(_INDEX_FILE, commit))
+        if SINGLE_FILE in listing:
+            return [SINGLE_FILE]
+        if INDEX_FILE in listing:
+            names = shard_names(self._fetch(INDEX_FILE, commit))
             for name in names:
                 if name not in listing:
-                    raise ConfigurationError(f"{self._model}: {_INDEX_FILE} names {name}, which is not there")
+                    raise ConfigurationError(f"{self._model}: {INDEX_FILE} names {name}, which is not there")
             return names
         if pickles := [name for name in listing if name.endswith((".bin", ".pt", ".pth"))]:
             raise ConfigurationError(
@@ -292,13 +285,13 @@ class _Pull:
                 "transformers converts it: AutoModelForCausalLM.from_pretrained"
                 f'("{self._model.repository}").save_pretrained(DIRECTORY)'
             )
-        raise ConfigurationError(f"{self._model} has no weights: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+        raise ConfigurationError(f"{self._model} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
-    def _cached(self, snapshot: Path, parts: Parts) -> Path:
+    def _cached(self, snapshot: Path, with_weights: bool) -> Path:
         """The cached snapshot. Raises ConfigurationError if a needed file is missing."""
         try:
             ModelDirectory.open(snapshot).tokenizer_json()
-            if parts is Parts.ALL:
+            if with_weights:
                 weight_files(snapshot)
         except ConfigurationError as error:
             raise _missing(
@@ -568,31 +561,16 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_NUM_SHOWN_FILES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _in_threads(work: Callable[[_T], object], items: Collection[_T]) -> None:
+def _in_threads(work: Callable[[_T], object], items: Iterable[_T]) -> None:
     """Calls `work` for all items, a few at a time; raises the first error.
 
     By threads of its own, which do not keep the process from ending: Ctrl-C ends a download at once.
     """
-    waiting: queue.SimpleQueue[_T] = queue.SimpleQueue()
-    outcomes: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    for item in items:
-        waiting.put(item)
+    threads, turns = DaemonThreads("pull"), threading.BoundedSemaphore(_NUM_THREADS)
 
-    def run() -> None:
-        while True:
-            try:
-                item = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                work(item)
-                outcomes.put(None)
-            except BaseException as error:
-                outcomes.put(error)
-                return
+    def run(item: _T) -> None:
+        with turns:
+            work(item)
 
-    for _ in range(min(_NUM_THREADS, len(items))):
-        threading.Thread(target=run, name="pull", daemon=True).start()
-    for _ in items:
-        if (error := outcomes.get()) is not None:
-            raise error
+    for done in as_completed([threads.submit(run, item) for item in items]):
+        done.result()

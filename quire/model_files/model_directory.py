@@ -67,8 +67,8 @@ _OTHER_TASKS = {
 }
 EMBEDDED_MODEL = "quire-tiny"
 
-_SINGLE_FILE = "model.safetensors"
-_INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 
 _EXPECTED = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
@@ -287,7 +287,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
     """
     if is_gguf(directory):
         return parts_of(directory)
-    single, index = directory / _SINGLE_FILE, directory / _INDEX_FILE
+    single, index = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.is_file() or index.is_file():
         files = (single,) if single.is_file() else tuple(index.parent / name for name in shard_names(index))
         for file in files:
@@ -301,7 +301,7 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             f"{directory}: {pickled[0].name} is a pickle, which is never loaded; convert the model with transformers: "
             f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
         )
-    raise ConfigurationError(f"{directory}: neither {_SINGLE_FILE} nor {_INDEX_FILE} is there")
+    raise ConfigurationError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
 def name_within(name: str) -> str:

@@ -58,11 +58,11 @@ def download(name: HubName, *, with_weights: bool = True, report: Report = no_re
     """A model of the hub as `quire.model_files.hub.pull` gives it. Raises ConfigurationError."""
     try:
         # Imported here because it takes a while, and only models of a hub need it.
-        from quire.model_files.hub import Parts, pull
+        from quire.model_files.hub import pull
     except ValueError as error:
         # It reads the address of the hub when it is imported.
         raise ConfigurationError(f"huggingface_hub does not take its variables, HF_ENDPOINT first: {error}") from error
-    return pull(name, Parts.ALL if with_weights else Parts.WITHOUT_WEIGHTS, report)
+    return pull(name, with_weights=with_weights, report=report)
 
 
 def _embedded_model() -> Path:

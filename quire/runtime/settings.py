@@ -37,20 +37,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
-__all__ = [
-    "ConfigurationError",
-    "Option",
-    "TemporaryError",
-    "flags_of",
-    "load_settings",
-    "make_parser",
-    "misspelt_variables",
-    "parse_bytes",
-    "setting",
-    "to_argv",
-    "variables_of",
-]
-
 T = TypeVar("T")
 
 _METADATA_KEY = "quire.setting"

@@ -7,8 +7,6 @@ from opentelemetry import trace
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-__all__ = ["AttributeValue", "Span", "TraceContext", "Tracer"]
-
 _TRACEPARENT, _TRACESTATE = "traceparent", "tracestate"
 _PROPAGATOR = TraceContextTextMapPropagator()
 

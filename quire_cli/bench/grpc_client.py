@@ -105,19 +105,11 @@ class GrpcServer:
         prompt = request.prompt
         if isinstance(prompt, tuple):
             messages = [{"role": message.role, "content": message.content} for message in prompt]
-            fields = {"model": self._model, "request_id": None, "priority": None}
-            message = to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, **fields)
+            message = to_chat_request(generation_pb2.ChatStreamRequest(), messages, options, {"model": self._model})
             return self._generation.ChatStream(message)
         text_or_ids = prompt if isinstance(prompt, str) else prompt.tolist()
-        message = to_generate_request(
-            generation_pb2.GenerateStreamRequest(),
-            text_or_ids,
-            options,
-            model=self._model,
-            request_id=None,
-            priority=None,
-        )
-        return self._generation.GenerateStream(message)
+        message = generation_pb2.GenerateStreamRequest()
+        return self._generation.GenerateStream(to_generate_request(message, text_or_ids, options, model=self._model))
 
     async def close(self) -> None:
         await self._channel.close()

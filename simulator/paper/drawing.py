@@ -11,6 +11,8 @@ from simulator.paper.systems import FASTER_TRANSFORMER, MAX, ORACLE, POW2, QUIRE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
+else:
+    Axes = Picture = Any
 
 COLORS = {QUIRE: "#1b6ca8", ORACLE: "#2a9d5c", POW2: "#e08e0b", MAX: "#c8443b", FASTER_TRANSFORMER: "#7d5ba6"}
 PUBLISHED: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "color": "black"}
@@ -18,7 +20,7 @@ PUBLISHED: dict[str, Any] = {"markersize": 5, "markerfacecolor": "none", "color"
 _MARKERS = {QUIRE: "o", ORACLE: "s", POW2: "^", MAX: "v", FASTER_TRANSFORMER: "x"}
 
 
-def panels(num_rows: int, num_columns: int, width: float = 3.6, height: float = 2.7) -> "tuple[Picture, list[Axes]]":
+def panels(num_rows: int, num_columns: int, width: float = 3.6, height: float = 2.7) -> tuple[Picture, list[Axes]]:
     """An empty picture with `num_rows` by `num_columns` panels, row by row."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
@@ -31,13 +33,13 @@ def panels(num_rows: int, num_columns: int, width: float = 3.6, height: float = 
     return picture, list(axes.flat)
 
 
-def save(picture: "Picture", path: Path) -> None:
+def save(picture: Picture, path: Path) -> None:
     """Writes an SVG that depends only on the picture."""
     picture.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
 
 
-def legend(picture: "Picture", *axes: "Axes") -> None:
+def legend(picture: Picture, *axes: Axes) -> None:
     """One legend for all these axes, above the picture, where it covers nothing."""
     found = [each.get_legend_handles_labels() for each in axes]
     unique = {name: line for lines, names in found for line, name in zip(lines, names, strict=True)}
@@ -46,7 +48,7 @@ def legend(picture: "Picture", *axes: "Axes") -> None:
 
 
 def draw_curves(
-    axes: "Axes", title: str, curves: Mapping[str, Mapping[str, Any]], published: tuple[float, float] | None = None
+    axes: Axes, title: str, curves: Mapping[str, Mapping[str, Any]], published: tuple[float, float] | None = None
 ) -> None:
     """Normalized latency against request rate. `published` is a rate and a latency of the paper's system."""
     for system, curve in curves.items():
@@ -62,7 +64,7 @@ def draw_curves(
         axes.plot(*published, "D", **PUBLISHED, label="paper's vLLM")
 
 
-def draw_bars(axes: "Axes", groups: Sequence[str], bars: Mapping[str, Sequence[float]], form: str = "{:.1f}") -> None:
+def draw_bars(axes: Axes, groups: Sequence[str], bars: Mapping[str, Sequence[float]], form: str = "{:.1f}") -> None:
     """Bars side by side, a cluster for each group."""
     width = 0.8 / len(bars)
     places = np.arange(len(groups))

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simulator.paper.curves import Runner
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
+from simulator.paper.drawing import Picture
 
 Data = Mapping[str, Any]
 """The measurements of a figure, as in its JSON file."""
@@ -36,7 +34,7 @@ class Figure:
     title: str
     measure: Callable[[Runner], dict[str, Any]]
     section: Callable[[Data], str]
-    draw: "Callable[[Data], Picture] | None" = None
+    draw: Callable[[Data], Picture] | None = None
     claims: "Callable[[Data], Sequence[Comparison]] | None" = None
 
 

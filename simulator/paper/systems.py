@@ -11,11 +11,17 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.load import Dataset, LoadRequest, arriving_at, make_arrivals, take, with_decoding
+from quire.load import Dataset, LoadRequest, alpaca, arriving_at, make_arrivals, sharegpt, take, with_decoding
 from scheduler_svc.core.config import PreemptionMode, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
-from simulator.baselines.contiguous import ContiguousBlocks, OrcaMax, OrcaOracle, OrcaPow2, contiguous_memory
-from simulator.baselines.faster_transformer import RequestLevelBatches
+from simulator.baselines.contiguous import (
+    ContiguousBlocks,
+    OrcaMax,
+    OrcaOracle,
+    OrcaPow2,
+    RequestLevelBatches,
+    contiguous_memory,
+)
 from simulator.costs import CostModel, StepSeconds, StepWork
 from simulator.engine import Simulation, simulate
 from simulator.hardware import Hardware
@@ -107,6 +113,23 @@ class Load:
         """The load shortened to the share `scale`."""
         num_saturating = max(_MIN_REQUESTS, round(self.num_saturating * scale))
         return replace(self, duration_s=self.duration_s * scale, num_saturating=num_saturating)
+
+
+MAX_MODEL_LEN, VOCAB_SIZE = 2048, 50272
+"""OPT's limits."""
+
+_NUM_SATURATING = {OPT_13B: (220, 1500), OPT_66B: (150, 900), OPT_175B: (600, 4000)}
+"""Requests of ShareGPT's and Alpaca's lengths that fill the pool several times."""
+
+
+def sharegpt_load(setup: Setup, *, n: int = 1, beam_width: int | None = None) -> Load:
+    """Ninety seconds of chats; the paper's traces have an hour, or a quarter of one for OPT-175B."""
+    return Load(sharegpt(MAX_MODEL_LEN, VOCAB_SIZE), 90, _NUM_SATURATING[setup][0], n, beam_width)
+
+
+def alpaca_load(setup: Setup, *, n: int = 1, beam_width: int | None = None) -> Load:
+    """Twenty seconds of instructions: in lengths of a request, as long as the chats."""
+    return Load(alpaca(MAX_MODEL_LEN, VOCAB_SIZE), 20, _NUM_SATURATING[setup][1], n, beam_width)
 
 
 @dataclass(frozen=True, slots=True)

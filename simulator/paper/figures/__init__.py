@@ -2,10 +2,8 @@
 
 from simulator.paper.figure import Figure
 from simulator.paper.figures.ablations import FIGURE_18, FIGURE_19
-from simulator.paper.figures.batches import FIGURE_13
-from simulator.paper.figures.calibrated import CALIBRATED
-from simulator.paper.figures.lengths import FIGURE_11
-from simulator.paper.figures.memory import FIGURE_2, TABLE_1
+from simulator.paper.figures.batches import CALIBRATED, FIGURE_13
+from simulator.paper.figures.memory import FIGURE_2, FIGURE_11, TABLE_1
 from simulator.paper.figures.serving import FIGURE_12, FIGURE_14, FIGURE_16, FIGURE_17
 from simulator.paper.figures.sharing import FIGURE_15
 from simulator.paper.figures.small import REAL

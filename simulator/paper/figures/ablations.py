@@ -2,19 +2,15 @@
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.step import StepWork
 from simulator.paper.curves import Runner
-from simulator.paper.drawing import legend, panels
+from simulator.paper.drawing import Picture, legend, panels
 from simulator.paper.figure import Comparison, Data, Figure, compared, table
-from simulator.paper.figures.loads import alpaca_load, sharegpt_load
-from simulator.paper.real import bench
-from simulator.paper.systems import OPT_13B, QUIRE, Job
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
+from simulator.paper.figures.small import bench
+from simulator.paper.systems import OPT_13B, QUIRE, Job, alpaca_load, sharegpt_load
 
 _BLOCK_SIZES = (1, 4, 16, 32, 64, 128, 256)
 _LOADS = {"ShareGPT": sharegpt_load, "Alpaca": alpaca_load}
@@ -47,7 +43,7 @@ def _overhead(data: Data, context: int, size: int) -> float:
     return medians[f"{name}, blocks of {size}"] / medians[f"{name}, contiguous"]
 
 
-def _draw_18(data: Data) -> "Picture":
+def _draw_18(data: Data) -> Picture:
     picture, (kernel, latency) = panels(1, 2)
     for context in _CONTEXTS:
         times = [_overhead(data, context, size) for size in _BLOCK_SIZES]
@@ -149,7 +145,7 @@ def _real_ms(data: Data, block_size: int) -> dict[str, float]:
     }
 
 
-def _draw_19(data: Data) -> "Picture":
+def _draw_19(data: Data) -> Picture:
     picture, axes = panels(1, 3)
     modelled = {mode: [data["modelled"][str(size)][mode] for size in _SIZES_19] for mode in _MODES}
     real = {mode: [_real_ms(data, size)[mode] for size in _SIZES_19] for mode in _MODES}

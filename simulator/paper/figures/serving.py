@@ -3,29 +3,29 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.load import Lognormal, chat, shared_prefix
 from simulator.paper.curves import LEVELS, Panel, Runner, ratios, sweep
-from simulator.paper.drawing import draw_curves, legend
+from simulator.paper.drawing import Picture, draw_curves, legend
 from simulator.paper.drawing import panels as empty_panels
 from simulator.paper.figure import Comparison, Data, Figure, Range, compared, table
-from simulator.paper.figures.loads import MAX_MODEL_LEN, VOCAB_SIZE, alpaca_load, sharegpt_load
 from simulator.paper.systems import (
     FASTER_TRANSFORMER,
     LLAMA_13B,
     MAX,
+    MAX_MODEL_LEN,
     OPT_13B,
     OPT_66B,
     OPT_175B,
     ORACLE,
     ORCAS,
     QUIRE,
+    VOCAB_SIZE,
     Load,
+    alpaca_load,
+    sharegpt_load,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
 
 
 def measure(runner: Runner, panels: Sequence[Panel]) -> dict[str, Any]:
@@ -39,9 +39,7 @@ def measure(runner: Runner, panels: Sequence[Panel]) -> dict[str, Any]:
     return found
 
 
-def draw(
-    data: Data, num_columns: int, published: Mapping[str, tuple[float, float]] = MappingProxyType({})
-) -> "Picture":
+def draw(data: Data, num_columns: int, published: Mapping[str, tuple[float, float]] = MappingProxyType({})) -> Picture:
     """A panel for each load; `published` are points of the paper by the panel's title."""
     picture, axes = empty_panels(-(-len(data) // num_columns), num_columns)
     for each, (title, panel) in zip(axes, data.items(), strict=False):

@@ -1,15 +1,11 @@
 """Figure 15: blocks that sharing saves."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from simulator.paper.curves import Runner
-from simulator.paper.drawing import PUBLISHED, draw_bars, legend, panels
+from simulator.paper.drawing import PUBLISHED, Picture, draw_bars, legend, panels
 from simulator.paper.figure import Comparison, Data, Figure, compared
-from simulator.paper.figures.loads import alpaca_load, sharegpt_load
-from simulator.paper.systems import OPT_13B, QUIRE, Job
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
+from simulator.paper.systems import OPT_13B, QUIRE, Job, alpaca_load, sharegpt_load
 
 _WIDTHS = (2, 4, 6)
 _LOADS = {"Alpaca": alpaca_load, "ShareGPT": sharegpt_load}
@@ -38,7 +34,7 @@ def _measure(runner: Runner) -> dict[str, Any]:
     return data
 
 
-def _draw(data: Data) -> "Picture":
+def _draw(data: Data) -> Picture:
     picture, (axes,) = panels(1, 1, width=6)
     bars = {f"{width} sequences": [100 * saved[str(width)] for saved in data.values()] for width in _WIDTHS}
     draw_bars(axes, [title.replace(", ", "\n") for title in data], bars)

@@ -1,15 +1,36 @@
 """Not in the paper: the reservations on a real worker of this machine, next to the simulation of the same runs."""
 
-from typing import TYPE_CHECKING, Any
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from simulator.paper.curves import Runner
-from simulator.paper.drawing import draw_bars, legend, panels
+from simulator.paper.drawing import Picture, draw_bars, legend, panels
 from simulator.paper.figure import Data, Figure, table
-from simulator.paper.real import bench
 from simulator.paper.systems import ORCAS, QUIRE
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure as Picture
+_ROOT = Path(__file__).parents[3]
+
+
+def bench(name: str, *flags: str) -> dict[str, Any]:
+    """Runs `python -m bench NAME FLAGS`. Returns the medians of its series by name, and facts of the machine."""
+    if not (_ROOT / "bench").is_dir():
+        raise FileNotFoundError(f"{_ROOT} has no bench/: figures that are measured need a checkout of the repository")
+    with tempfile.TemporaryDirectory(prefix="quire-paper-") as directory:
+        out = Path(directory) / "figures.json"
+        command = [sys.executable, "-m", "bench", name, *flags, "--out", str(out)]
+        subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)
+        result = json.loads(out.read_text())
+    medians = {each["name"]: statistics.median(each["values"]) for each in result["series"]}
+    return {
+        "medians": medians,
+        **{key: result[key] for key in result if key in ("date", "machine", "versions", "residual", "slots")},
+    }
+
 
 _SYSTEMS = (QUIRE, *ORCAS)
 _MODELS = {
@@ -24,7 +45,7 @@ def _measure(runner: Runner) -> dict[str, Any]:
     return {model: bench("reservations", *flags) for model, flags in _MODELS.items()}
 
 
-def _draw(data: Data) -> "Picture":
+def _draw(data: Data) -> Picture:
     picture, axes = panels(1, len(data))
     for each, (model, measured) in zip(axes, data.items(), strict=True):
         medians = measured["medians"]

@@ -226,8 +226,7 @@ class _SubmitsOnce(Resumption):
 
     @classmethod
     def of(cls, own: Resumption, report: Callable[[FalseAnswerError], object]) -> "_SubmitsOnce":
-        calls = own.start, own.resume, own.go_on
-        return cls(own.request_id, *calls, own.num_sequences, own.attempts, report)
+        return cls(own.start, own.attempts, own.request_id, own.resume, own.go_on, own.num_sequences, report)
 
     def delay_after(self, error: QuireError) -> float:
         self._runs = error.reason in ("REQUEST_TAKEN_OVER", "REQUEST_ID_IN_USE")

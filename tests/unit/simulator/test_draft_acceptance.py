@@ -8,8 +8,8 @@ import pytest
 from quire.load import LoadRequest
 from quire.load.requests import frozen
 from scheduler_svc.core.config import SchedulerConfig
-from simulator.draft_acceptance import SyntheticDrafts, fixed_tokens
 from simulator.replica import Outcome, Replica
+from simulator.tokens import SyntheticDrafts, fixed_tokens
 from tests.unit.simulator.test_load import LinearSteps
 
 NUM_TOKENS = 200

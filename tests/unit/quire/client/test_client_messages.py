@@ -8,7 +8,6 @@ import pytest
 
 from quire.client import BeamSearch, ChatMessage, EarlyStopping, GenerationOptions
 from quire.client.client_messages import (
-    GenerationFields,
     filled,
     to_chat_request,
     to_detokenize_request,
@@ -20,7 +19,6 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import InvalidArgument
 
-UNSET: GenerationFields = {"model": None, "request_id": None, "priority": None}
 A_STR = "a str that UTF-8 can encode"
 A_TOKEN_ID = "a whole number in [0, 4,294,967,295]"
 A_OPTIONS, A_SEQUENCE = "a GenerationOptions", "a sequence of ChatMessage"
@@ -29,7 +27,7 @@ A_CHAT_MESSAGE = 'a ChatMessage, or a mapping of its fields with "role" and "con
 
 
 def generate_request(prompt: Any, options: Any = None) -> generation_pb2.GenerateRequest:
-    return to_generate_request(generation_pb2.GenerateRequest(), prompt, options, **UNSET)
+    return to_generate_request(generation_pb2.GenerateRequest(), prompt, options)
 
 
 def options_request(**options: Any) -> generation_pb2.GenerateRequest:
@@ -37,7 +35,7 @@ def options_request(**options: Any) -> generation_pb2.GenerateRequest:
 
 
 def chat_request(messages: Any) -> generation_pb2.ChatRequest:
-    return to_chat_request(generation_pb2.ChatRequest(), messages, None, **UNSET)
+    return to_chat_request(generation_pb2.ChatRequest(), messages, None, {})
 
 
 def tokenize_request(text_or_messages: Any) -> generation_pb2.TokenizeRequest:

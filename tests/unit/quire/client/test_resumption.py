@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from quire.client import Logprob, PositionLogprobs, RetryPolicy, TokenChunk, ToolCallDelta
-from quire.client.retries import Attempts, CallTime, Restart, Resumption
+from quire.client.retries import Attempts, CallTime, Recovery, Resumption
 from quire.gateway.v1 import generation_pb2
 from quire.rpc.errors import Aborted, AlreadyExists, Cancelled, NotFound, QuireError, ResourceExhausted, Unavailable
 
@@ -32,7 +32,7 @@ class Gateway:
         return Attempts(policy, CallTime(None, lambda: self.now), False, lambda: 0.0)
 
     def resumption(self, policy: RetryPolicy | None = None) -> Resumption:
-        resumption = Resumption("story", self.start, self.resume, None, 1, self.attempts(policy))
+        resumption = Resumption(self.start, self.attempts(policy), "story", self.resume, None, 1)
         resumption.call()
         return resumption
 
@@ -46,7 +46,7 @@ def chunk(text: str) -> TokenChunk:
     return TokenChunk(0, 0, (1, 2), text, ())
 
 
-def go_on(recovery: Resumption | Restart, error: QuireError) -> float:
+def go_on(recovery: Recovery, error: QuireError) -> float:
     delay_s = recovery.delay_after(error)
     recovery.call()
     return delay_s
@@ -199,7 +199,7 @@ def test_of_a_chunk_that_came_in_part_the_rest_is_new(gateway: Gateway) -> None:
 
 
 def test_a_plain_stream_is_started_again_only_while_nothing_came(gateway: Gateway) -> None:
-    restart = Restart(gateway.start, gateway.attempts(RetryPolicy(lost_generations=True)))
+    restart = Recovery(gateway.start, gateway.attempts(RetryPolicy(lost_generations=True)))
     go_on(restart, FULL)
     go_on(restart, LOST)
     assert gateway.calls == ["start", "start"]

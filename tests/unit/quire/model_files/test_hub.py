@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 
 from quire.model_files import hub as hub_module
-from quire.model_files.hub import Parts, pull
+from quire.model_files.hub import pull
 from quire.model_files.model_directory import HubName, ModelDirectory
 from quire.model_files.model_source import hub_name, resolve_model
 from quire.model_files.progress import DOWNLOADING, LoadProgress
@@ -90,14 +90,14 @@ def names(snapshot: Path) -> set[str]:
 
 def keep(cache: Path, content: bytes) -> None:
     """Leaves this part of the weights, like a process that was killed during the download."""
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    pull(MODEL, with_weights=False)
     digest = hub_module.hashlib.sha256(WEIGHTS).hexdigest()
     (cache / "models--org--model" / "blobs" / f"{digest}.quire.incomplete").write_bytes(content)
 
 
-def error_of(name: HubName, parts: Parts = Parts.ALL) -> str:
+def error_of(name: HubName, with_weights: bool = True) -> str:
     with pytest.raises(ConfigurationError) as caught:
-        pull(name, parts)
+        pull(name, with_weights=with_weights)
     told = str(caught.value)
     assert "\n" not in told
     # Otherwise a service that starts while the hub is away would not be restarted.
@@ -181,7 +181,7 @@ def test_a_quantization_names_a_gguf_file(hub: LocalHub, cache: Path, monkeypatc
     assert names(pull(HubName("org/both"))) == {*SMALL, "model.safetensors"}
     assert pulled("org/both:IQ4_XS") == "m-IQ4_XS.gguf"
     # A gateway reads the same file as a worker, even if there is also a configuration.
-    assert [pull(HubName("org/configured"), each).name for each in Parts] == ["m-q4_k_m.gguf"] * 2
+    assert [pull(HubName("org/configured"), with_weights=each).name for each in (True, False)] == ["m-q4_k_m.gguf"] * 2
     for text, problem in (
         (
             "org/many:Q5_K_M",
@@ -314,9 +314,9 @@ def test_without_a_network_the_cache_answers(hub: LocalHub, cache: Path, monkeyp
         "there is a connection"
     )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    pull(MODEL, with_weights=False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    pull(MODEL, with_weights=False)
     assert error_of(MODEL).startswith("org/model is not whole in the cache, and HF_HUB_OFFLINE is set: ")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     snapshot = pull(MODEL)
@@ -365,7 +365,7 @@ def test_a_signal_ends_a_download(hub: LocalHub, cache: Path) -> None:
 
 
 def test_what_the_cache_has_needs_no_space(hub: LocalHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pull(MODEL, Parts.WITHOUT_WEIGHTS)
+    pull(MODEL, with_weights=False)
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 1 << 20))
     # Other content, as from a revision whose download was given up.

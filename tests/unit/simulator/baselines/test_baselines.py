@@ -12,8 +12,14 @@ from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, Ro
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from simulator.baselines.buddy import BuddyAllocator
-from simulator.baselines.contiguous import ContiguousBlocks, OrcaMax, OrcaOracle, OrcaPow2, Reservation
-from simulator.baselines.faster_transformer import RequestLevelBatches
+from simulator.baselines.contiguous import (
+    ContiguousBlocks,
+    OrcaMax,
+    OrcaOracle,
+    OrcaPow2,
+    RequestLevelBatches,
+    Reservation,
+)
 from simulator.tokens import fake_tokens
 
 BLOCK_SIZE = 4

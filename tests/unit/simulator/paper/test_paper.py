@@ -7,10 +7,10 @@ import pytest
 
 from quire.load import Lognormal, shared_prefix
 from simulator.paper.curves import Curve, ratios
-from simulator.paper.figures.loads import MAX_MODEL_LEN, alpaca_load, sharegpt_load
 from simulator.paper.systems import (
     FASTER_TRANSFORMER,
     MAX,
+    MAX_MODEL_LEN,
     OPT_13B,
     ORACLE,
     POW2,
@@ -20,7 +20,9 @@ from simulator.paper.systems import (
     Load,
     Point,
     Shares,
+    alpaca_load,
     run,
+    sharegpt_load,
 )
 
 FEW = replace(sharegpt_load(OPT_13B), num_saturating=100)
