@@ -12,26 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
-from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.kv_cache import BlockManager
-from scheduler_svc.core.losses import Losses
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.state import Fetches
 from scheduler_svc.recording.files import (
     DamagedError,
     RecordingError,
     append,
     create,
     frame,
+    header_of,
     open_frames,
     read_header,
     segment_path,
@@ -50,6 +47,7 @@ from scheduler_svc.recording.messages import (
     tokens_of,
 )
 
+_CORE = "scheduler_svc.core."
 _MAX_DIFFERENCES = 20
 
 _HALVES = frozenset({"refuse_in_flight", "lose_in_flight"})
@@ -334,13 +332,12 @@ def _has_snapshot(path: Path, newest: Header) -> bool:
 def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
     """Writes the core as it is before the file `segment`, in place of an earlier snapshot. If the file begins between
     the start of a core and its takeover, writes the core before it too."""
-    header = Header()
-    header.CopyFrom(newest)
-    header.segment = segment
     made = snapshot_path(path).with_suffix(".partial")
-    with create(made, header) as file:
+    with create(made, header_of(newest, segment)) as file:
         for scheduler in filter(None, (replayer.scheduler, replayer.before)):
-            append(file, frame(pickle.dumps(scheduler, protocol=5)))
+            content = io.BytesIO()
+            _CorePickler(content, protocol=5).dump(scheduler)
+            append(file, frame(content.getvalue()))
         # The files before it are removed next.
         sync(file)
     made.replace(snapshot_path(path))
@@ -366,6 +363,26 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
     return header.segment
 
 
+class _CorePickler(pickle.Pickler):
+    """Writes arrays as numbers: code of numpy that reads its own pickles trusts them."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, np.ndarray | np.generic):
+            return NotImplemented
+        values = obj.tolist() if obj.dtype.hasobject else obj.tobytes()
+        return _array_of, (obj.dtype.str, obj.shape, values)
+
+
+def _array_of(dtype: str, shape: tuple[int, ...], values: bytes | list[object]) -> Any:
+    """An array, or a number if it has no dimensions. Raises ValueError."""
+    if isinstance(values, list):
+        return np.array(values, object)
+    if np.dtype(dtype).kind not in "biuf":
+        raise ValueError(f"{dtype} is no type of numbers")
+    array = np.frombuffer(values, dtype).reshape(shape).copy()
+    return array if shape else array[()]
+
+
 class _CoreUnpickler(pickle.Unpickler):
     """Loads only the classes of a core, so that a file from elsewhere cannot run code."""
 
@@ -374,30 +391,27 @@ class _CoreUnpickler(pickle.Unpickler):
             ("collections", "Counter"),
             ("collections", "OrderedDict"),
             ("collections", "deque"),
-            ("numpy", "dtype"),
-            ("numpy", "ndarray"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "scalar"),
-            ("numpy._core.numeric", "_frombuffer"),
             ("quire.messages.logprob_columns", "LogprobColumns"),
             ("quire.messages.logprob_columns", "LogprobLog"),
+            (__name__, _array_of.__name__),
         }
     )
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _method
-        is_core = module.startswith("scheduler_svc.core.") and "." not in name
-        if (module, name) in self._ALLOWED or is_core:
+        if (module, name) in self._ALLOWED:
+            return super().find_class(module, name)
+        if module.startswith(_CORE) and "." not in name:
             found = super().find_class(module, name)
-            if not is_core or (isinstance(found, type) and found.__module__ == module):
+            if isinstance(found, type) and found.__module__ == module:
                 return found
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 
 def _method(owner: object, name: str) -> object:
     """A method that a core refers to: a public one of its parts, or the one that makes its pools."""
-    is_of_part = isinstance(owner, Arrivals | Planner | Losses | Fetches | Policy) and not name.startswith("_")
+    is_of_part = type(owner).__module__.startswith(_CORE) and not name.startswith("_")
     if is_of_part or (owner is BlockManager and name == "of"):
         return getattr(owner, name)
     raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

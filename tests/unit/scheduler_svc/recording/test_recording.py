@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from quire.messages.prefix_hashes import BlockHash
@@ -311,7 +312,7 @@ def test_a_snapshot_that_names_other_code_is_refused(
 ) -> None:
     path = large.copy(tmp_path)
     header = files.read_header(path.with_name("recording.snapshot"))
-    for code in (print, Planner.schedule, files.create):
+    for code in (print, Planner.schedule, files.create, np.arange(3)):
         with files.create(path.with_name("recording.snapshot"), header) as file:
             file.write(files.frame(pickle.dumps(code)))
         assert main(["replay", str(path)]) == 2
