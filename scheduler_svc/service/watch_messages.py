@@ -11,7 +11,6 @@ from quire.messages.arrays import encode_int32
 from quire.rpc.errors import Unavailable, invalid_field
 from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
@@ -24,24 +23,11 @@ from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, 
 Frame = scheduler_pb2.WatchResponse
 StepNote = scheduler_pb2.StepNote
 StepAnswer = scheduler_pb2.StepAnswer
+ReplicaNumbers = scheduler_pb2.ReplicaNumbers
 
 _MAX_WAITING = 32
 _NAME_BYTES = 8
 _NO_NAME = bytes(_NAME_BYTES)
-_REASONS = {
-    Obstacle.NEXT_STEP: scheduler_pb2.WAIT_REASON_NEXT_STEP,
-    Obstacle.ROWS: scheduler_pb2.WAIT_REASON_ROWS,
-    Obstacle.BLOCKS: scheduler_pb2.WAIT_REASON_BLOCKS,
-    Obstacle.TOKENS: scheduler_pb2.WAIT_REASON_TOKENS,
-    Obstacle.BEHIND: scheduler_pb2.WAIT_REASON_BEHIND,
-    Obstacle.SWAPPED_FIRST: scheduler_pb2.WAIT_REASON_SWAPPED_FIRST,
-    Obstacle.PREEMPTION: scheduler_pb2.WAIT_REASON_PREEMPTION,
-    Obstacle.CONSTRAINT: scheduler_pb2.WAIT_REASON_CONSTRAINT,
-    Obstacle.ADAPTER: scheduler_pb2.WAIT_REASON_ADAPTER,
-    Obstacle.MOVED_BLOCKS: scheduler_pb2.WAIT_REASON_MOVED_BLOCKS,
-    Obstacle.SHARED_PREFIX: scheduler_pb2.WAIT_REASON_SHARED_PREFIX,
-    Obstacle.SUSPECTS: scheduler_pb2.WAIT_REASON_SUSPECTS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +46,6 @@ class ReplicaNow:
     """The median and the 95th percentile over the requests that ended in the last minute."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Sums since the first of the present watchers came."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
 class StepRecord(NamedTuple):
     """A planned step: the start and end of planning, in seconds, and the number of preemptions so far. A tuple, since
     each step makes one."""
@@ -79,13 +54,6 @@ class StepRecord(NamedTuple):
     started: float
     planned: float
     num_preemptions: int
-
-
-class Answer(NamedTuple):
-    """An answered step, and the seconds from its plan to its result."""
-
-    step_id: int
-    seconds: float
 
 
 class Event(NamedTuple):
@@ -170,20 +138,16 @@ def preempt_event(preempted: Preempted) -> Event:
     return Event(scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, preempted.number, int(preempted.is_swapped))
 
 
-def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler_pb2.ReplicaNumbers:
-    """Counters, queues and pools."""
-    message = scheduler_pb2.ReplicaNumbers(
+def numbers(replica: ReplicaNow, counts: ReplicaNumbers, num_watchers: int) -> ReplicaNumbers:
+    """Counters, queues and pools, in addition to the sums in `counts`."""
+    message = ReplicaNumbers(
         ready=replica.is_ready,
         draining=replica.is_draining,
         scheduler_epoch=replica.epoch,
         connected_gateways=replica.num_gateways,
         watchers=num_watchers,
-        steps=counts.steps,
-        computed_tokens=counts.computed_tokens,
-        generated_tokens=counts.generated_tokens,
-        completed_requests=counts.completed,
-        failed_requests=counts.failed,
     )
+    message.MergeFrom(counts)
     if replica.first_token_ms is not None:
         message.first_token_ms_p50, message.first_token_ms_p95 = replica.first_token_ms
     scheduler = replica.scheduler
@@ -212,16 +176,14 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
 
 def frame(
     replica: ReplicaNow,
-    its_numbers: scheduler_pb2.ReplicaNumbers,
+    its_numbers: ReplicaNumbers,
     notes: Iterable[StepNote],
-    answers: Iterable[Answer],
+    answers: Iterable[StepAnswer],
     ended: Iterable[Usage],
     now: float,
-) -> scheduler_pb2.WatchResponse:
+) -> Frame:
     """All of a frame except memory. `now` is in the clock of the core's timelines."""
-    message = scheduler_pb2.WatchResponse(unix_seconds=clock.unix_s(), numbers=its_numbers)
-    message.steps.extend(notes)
-    message.answers.extend(StepAnswer(step_id=each.step_id, total_us=round(each.seconds * 1e6)) for each in answers)
+    message = Frame(unix_seconds=clock.unix_s(), numbers=its_numbers, steps=notes, answers=answers)
     message.ended.extend(
         scheduler_pb2.EndedRequest(
             prompt_tokens=each.prompt_tokens,
@@ -268,7 +230,7 @@ def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) ->
             waited_ms=max(0, round((now - group.timeline.arrived) * 1e3)),
             preemptions=group.preemptions,
             is_swapped=any(each.status is SequenceStatus.SWAPPED for each in group.unfinished),
-            reason=_REASONS[obstacle] if is_attached else scheduler_pb2.WAIT_REASON_NO_WORKER,
+            reason=f"WAIT_REASON_{obstacle.name if is_attached else 'NO_WORKER'}",
         )
 
 

@@ -24,13 +24,13 @@ from scheduler_svc.core.view import Changes, Look, Picture, View
 from scheduler_svc.service import watch_messages
 from scheduler_svc.service.watch_messages import (
     NO_EVENTS,
-    Answer,
-    Counts,
     Event,
     Events,
     Fork,
     Frame,
     ReplicaNow,
+    ReplicaNumbers,
+    StepAnswer,
     StepNote,
     StepRecord,
 )
@@ -85,9 +85,10 @@ class Watchers:
     def _forget(self) -> None:
         """Drops all state: there are no watchers."""
         self._view = View()
-        self._counts = Counts()
+        # Sums since the first of the present watchers came.
+        self._counts = ReplicaNumbers()
         self._plans: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
-        self._answers: deque[Answer] = deque(maxlen=_MAX_STEPS)
+        self._answers: deque[StepAnswer] = deque(maxlen=_MAX_STEPS)
         self._forks: deque[Fork] = deque(maxlen=_MAX_FORKS)
         self._ended: deque[Usage] = deque(maxlen=_MAX_ENDED)
         self._num_preempted: int | None = None
@@ -117,13 +118,13 @@ class Watchers:
 
     def answered(self, step_id: int, seconds: float) -> None:
         """The workers answered a step, `seconds` after it was planned."""
-        self._answers.append(Answer(step_id, seconds))
+        self._answers.append(StepAnswer(step_id=step_id, total_us=round(seconds * 1e6)))
 
     def delivered(self, events: ClientEvents) -> None:
         """Events of requests were handed to gateways."""
         self._counts.generated_tokens += len(events.token_ids)
-        self._counts.completed += len(events.completed)
-        self._counts.failed += len(events.failed)
+        self._counts.completed_requests += len(events.completed)
+        self._counts.failed_requests += len(events.failed)
         self._ended.extend(end.usage for end in events.completed)
 
     # Watchers
