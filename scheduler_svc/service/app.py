@@ -16,7 +16,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
 from scheduler_svc.service.cache_changes import CacheFeed
-from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.kept_requests import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
