@@ -184,7 +184,13 @@ class _Writer:
 
 
 class RecordedScheduler:
-    """Records the calls of a core from outside. All else is read from the core itself."""
+    """Records the calls of a core from outside. All else is read from the core itself.
+
+    Attributes:
+        restored: Blocks that a worker still held when it was attached, and whose tokens the core does not know yet;
+            empty unless token ids are hidden. They are recorded under separate names. Once the core computes the hash
+            of one, its tokens are known, and the recording gives their hidden tokens.
+    """
 
     def __init__(
         self, core: Scheduler, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
@@ -192,9 +198,8 @@ class RecordedScheduler:
         self._core = core
         self._put = put
         self._hider = hider
-        self._restored: _Restored | None = None
+        self.restored: set[BlockHash] = set()
         if hider is not None:
-            self._restored = _Restored(put, hider)
             core.arrivals.observe = self._observe
         self.submit = self._recorded(core.submit, partial(messages.submit_message, hider=hider))
         for name, values in messages.CALLS.items():
@@ -228,8 +233,8 @@ class RecordedScheduler:
         self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
     ) -> Pin:
         hider, block_size = self._hider, self._core.config.block_size
-        if self._restored is not None and self._restored.hashes:
-            hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self._restored)
+        if self.restored:
+            hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self)
             hashes.first(len(token_ids) // block_size, token_ids)
         return self._tell(
             lambda: self._core.pin(tenant, token_ids, now, time_to_live, adapter),
@@ -272,9 +277,8 @@ class RecordedScheduler:
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         blocks = list(sealed)
         self._tell(lambda: self._core.restore_sealed(blocks), lambda _: self._sealed_message(blocks))
-        if self._restored is not None:
-            self._restored.hashes.clear()
-            self._expect(content for _, content in blocks)
+        self.restored.clear()
+        self._expect(content for _, content in blocks)
 
     def _sealed_message(self, sealed: Sequence[tuple[BlockId, BlockHash]]) -> Operation:
         blocks = encode_int32([block for block, _ in sealed])
@@ -291,20 +295,30 @@ class RecordedScheduler:
         self._expect(hashes)
 
     def _expect(self, hashes: Iterable[BlockHash]) -> None:
-        """Remembers names of blocks that came from outside."""
-        if self._restored is not None:
-            core, config = self._core, self._core.config
-            self._restored.hashes.update(hashes)
-            for group in core.groups():
-                for sequence in group.unfinished:
-                    assert isinstance(sequence.prefix_hashes, _ObservedHashes)
-                    sequence.prefix_hashes.report(0, sequence.token_ids)
-            self._restored.keep_some(self._has, len(core.tier) + config.num_blocks + config.num_host_blocks)
+        """Remembers names of blocks that came from outside, and forgets blocks that are gone, once they may outnumber
+        the blocks that exist."""
+        if self._hider is None:
+            return
+        core, config = self._core, self._core.config
+        self.restored.update(hashes)
+        for group in core.groups():
+            for sequence in group.unfinished:
+                assert isinstance(sequence.prefix_hashes, _ObservedHashes)
+                sequence.prefix_hashes.report(0, sequence.token_ids)
+        if len(self.restored) > 2 * (len(core.tier) + config.num_blocks + config.num_host_blocks) + 64:
+            self.restored = set(filter(self._has, self.restored))
 
     def _has(self, content: BlockHash) -> bool:
         """Whether a block with this name is anywhere."""
         pools = self._core.batch.blocks.pool, self._core.batch.blocks.host.pool
         return content in self._core.tier or any(pool.hits([content]) for pool in pools)
+
+    def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
+        """Records that a restored block is number `index` of a sequence with these hashes."""
+        hider = self._hider
+        assert hider is not None
+        self.restored.discard(content)
+        self._put(lambda: messages.call_message("rename", name=hider.name_of(content), hash=hashes.of(index, hider)))
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         # Recordings show it as the start of another core, which takes over from this one.
@@ -316,10 +330,10 @@ class RecordedScheduler:
 
     def _observe(self, group: SequenceGroup) -> None:
         """Follows the hashes of a new group, which matter only where token ids are hidden."""
-        if self._restored is not None:
+        if self._hider is not None:
             block_size = self._core.config.block_size
             for sequence in group.sequences:
-                sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self._restored)
+                sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self)
 
 
 def _message(name: str, values: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Operation:
@@ -335,10 +349,10 @@ def _describe(describe: Callable[[T | None], Operation], outcome: T | None, rais
 class _ObservedHashes(PrefixHashes):
     """Hashes of a sequence's blocks that report the hashes of restored blocks."""
 
-    def __init__(self, root: BlockHash, block_size: int, restored: "_Restored") -> None:
+    def __init__(self, root: BlockHash, block_size: int, recorder: RecordedScheduler) -> None:
         super().__init__(root, block_size)
         self._root = root
-        self._restored = restored
+        self._recorder = recorder
         # Hidden hashes of the blocks up to the last reported one; forks share them.
         self._hidden: messages.HiddenHashes | None = None
 
@@ -349,7 +363,7 @@ class _ObservedHashes(PrefixHashes):
 
     def report(self, start: int, token_ids: Sequence[int]) -> None:
         """Reports the restored blocks whose tokens are known now, from the hash number `start` on."""
-        restored, size = self._restored.hashes, self._block_size
+        restored, size = self._recorder.restored, self._block_size
         found = [index for index in range(start, len(self._hashes)) if self._hashes[index] in restored]
         if not found:
             return
@@ -359,33 +373,9 @@ class _ObservedHashes(PrefixHashes):
             self._hidden = messages.HiddenHashes(self._root, size, self._hidden, tokens)
         assert self._hidden is not None
         for index in found:
-            self._restored.found(self._hashes[index], self._hidden, index)
+            self._recorder.rename(self._hashes[index], self._hidden, index)
 
     def copy(self) -> PrefixHashes:
-        twin = _ObservedHashes(self._root, self._block_size, self._restored)
+        twin = _ObservedHashes(self._root, self._block_size, self._recorder)
         twin._hashes, twin._parent, twin._hidden = list(self._hashes), self._parent, self._hidden
         return twin
-
-
-class _Restored:
-    """Blocks that a worker still held when it was attached, and whose tokens the core does not know yet.
-
-    They are recorded under separate names. Once the core computes the hash of one, its tokens are known, and the
-    recording gives their hidden tokens.
-    """
-
-    def __init__(self, put: Callable[[Callable[[], Operation]], None], hider: TokenHider) -> None:
-        self.hashes: set[BlockHash] = set()
-        self._put = put
-        self._hider = hider
-
-    def keep_some(self, has: Callable[[BlockHash], bool], max_blocks: int) -> None:
-        """Forgets blocks that are gone, once they may outnumber the blocks that exist, at most `max_blocks`."""
-        if len(self.hashes) > 2 * max_blocks + 64:
-            self.hashes = set(filter(has, self.hashes))
-
-    def found(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
-        """Reports that a restored block is number `index` of a sequence with these hashes."""
-        self.hashes.discard(content)
-        hider = self._hider
-        self._put(lambda: messages.call_message("rename", name=hider.name_of(content), hash=hashes.of(index, hider)))

@@ -297,13 +297,10 @@ def test_a_snapshot_between_the_start_of_a_core_and_its_takeover_has_both_cores(
 def test_names_of_blocks_that_are_nowhere_any_more_are_not_kept() -> None:
     hider = TokenHider(bytes(TokenHider.KEY_BYTES))
     core = RecordedScheduler(Scheduler(make_config(num_blocks=4)), lambda make: None, hider)
-    assert core._restored is not None
     for number in range(1000):
         core.tier_changed([number % 8], [BlockHash(number.to_bytes(32, "big"))])
-        assert {
-            BlockHash(each.to_bytes(32, "big")) for each in range(max(0, number - 7), number)
-        } <= core._restored.hashes
-    assert len(core._restored.hashes) < 100
+        assert {BlockHash(each.to_bytes(32, "big")) for each in range(max(0, number - 7), number)} <= core.restored
+    assert len(core.restored) < 100
 
 
 @pytest.mark.extended
