@@ -1,6 +1,7 @@
 """Messages to watchers: the core's view as messages of quire.scheduler.v1."""
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +25,7 @@ Frame = scheduler_pb2.WatchResponse
 StepNote = scheduler_pb2.StepNote
 StepAnswer = scheduler_pb2.StepAnswer
 ReplicaNumbers = scheduler_pb2.ReplicaNumbers
+MemoryChanges = scheduler_pb2.MemoryChanges
 
 _MAX_WAITING = 32
 _NAME_BYTES = 8
@@ -56,25 +58,6 @@ class StepRecord(NamedTuple):
     num_preemptions: int
 
 
-class Event(NamedTuple):
-    """A MemoryEvent with its operands."""
-
-    kind: int
-    step_id: int
-    first: int
-    second: int
-
-
-class Events(NamedTuple):
-    """The latest events of blocks, and the number of older ones that were left out."""
-
-    kept: SequenceOf[Event]
-    num_lost: int
-
-
-NO_EVENTS = Events((), 0)
-
-
 class Fork(NamedTuple):
     """A sequence that shares the blocks of another from this step on."""
 
@@ -83,21 +66,36 @@ class Fork(NamedTuple):
     child: Sequence
 
 
-def num_moves(plan: StepPlan) -> int:
-    """The number of blocks that a step copies or moves."""
-    return len(plan.swap_out) + len(plan.swap_in) + len(plan.copies)
-
-
-def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
-    """The blocks that a step copies or moves: the last `count` of each kind."""
-    moves = (
-        (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
-        (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
-        (scheduler_pb2.MEMORY_EVENT_COPY, plan.copies),
+def block_events(
+    plans: Iterable[StepPlan],
+    forks: SequenceOf[Fork],
+    preempted: SequenceOf[Preempted],
+    number_of: Callable[[Sequence], int | None],
+    max_events: int,
+) -> MemoryChanges:
+    """The latest events of blocks, and the number of older ones that were left out. `number_of` returns the number of a
+    sequence that was seen. Preemptions have no step: they are between two steps, or while one was planned."""
+    kept: deque[tuple[int, int, int, int]] = deque(maxlen=max_events)
+    count = len(forks) + len(preempted)
+    for plan in plans:
+        for kind, pairs in (
+            (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
+            (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
+            (scheduler_pb2.MEMORY_EVENT_COPY, plan.copies),
+        ):
+            count += len(pairs)
+            kept.extend((kind, plan.step_id, source, target) for source, target in pairs[-max_events:].tolist())
+    for fork in forks:
+        parent, child = number_of(fork.parent), number_of(fork.child)
+        if parent is None or child is None:
+            # A child that has ended already held nothing that the view saw.
+            count -= 1
+        else:
+            kept.append((scheduler_pb2.MEMORY_EVENT_FORK, fork.step_id, parent, child))
+    kept.extend((scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, each.number, int(each.is_swapped)) for each in preempted)
+    return MemoryChanges(
+        events=encode_int32([number for event in kept for number in event]), lost_events=count - len(kept)
     )
-    for kind, pairs in moves:
-        for source, destination in pairs[-count:].tolist() if len(pairs) else ():
-            yield Event(kind, plan.step_id, source, destination)
 
 
 def add_queues(message: scheduler_pb2.GetStateResponse | scheduler_pb2.ReplicaNumbers, scheduler: Scheduler) -> None:
@@ -126,16 +124,6 @@ def _pool_message(pool: PrefixIndex, num_pinned: int = 0) -> scheduler_pb2.PoolS
         used_blocks=pool.num_used,
         pinned_blocks=num_pinned,
     )
-
-
-def fork_event(step_id: int, parent: int, child: int) -> Event:
-    """A fork, by the numbers of the two sequences."""
-    return Event(scheduler_pb2.MEMORY_EVENT_FORK, step_id, parent, child)
-
-
-def preempt_event(preempted: Preempted) -> Event:
-    """A preemption, between two steps or while one was planned."""
-    return Event(scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, preempted.number, int(preempted.is_swapped))
 
 
 def numbers(replica: ReplicaNow, counts: ReplicaNumbers, num_watchers: int) -> ReplicaNumbers:
@@ -239,9 +227,9 @@ def present_of(frame: Frame) -> Frame:
     return Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
 
 
-def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
-    """Changes of block tables and names, and events of blocks."""
-    return scheduler_pb2.MemoryChanges(
+def with_memory(frame: Frame, changes: Changes, events: MemoryChanges) -> Frame:
+    """The frame with changes of block tables and names, and events of blocks."""
+    memory = MemoryChanges(
         sequences=map(_sequence_message, changes.new),
         gone=encode_int32(changes.gone),
         progress=encode_int32(changes.progress),
@@ -250,9 +238,11 @@ def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
         named=encode_int32([block for block, _ in changes.names]),
         names=b"".join(_NO_NAME if name is None else name[:_NAME_BYTES] for _, name in changes.names),
         pins=encode_int32(changes.pins),
-        events=encode_int32([number for event in events.kept for number in event]),
-        lost_events=events.num_lost,
     )
+    memory.MergeFrom(events)
+    made = Frame(memory=memory)
+    made.MergeFrom(frame)
+    return made
 
 
 def _sequence_message(numbered: SequenceNumber) -> scheduler_pb2.WatchedSequence:
