@@ -7,7 +7,7 @@ token that ends a sequence.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -24,7 +24,7 @@ from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.rows import Array
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.step import SampleLogprobs, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 Header = recording_pb2.RecordingHeader
 Operation = recording_pb2.RecordedOperation
@@ -56,6 +56,40 @@ class TokenHider:
             mixed = (mixed ^ key) * factor
             mixed ^= mixed >> np.uint64(32)
         return (mixed >> np.uint64(34)).astype(np.int64) | _FIRST_HIDDEN
+
+    def hide_result(
+        self, result: StepResult, rows: Array, known: Array, sequences: SequenceOf[Sequence | None]
+    ) -> StepResult:
+        """The workers' answer with hidden tokens, except tokens that end their sequence.
+
+        Args:
+            result: The answer, whether it belongs to the oldest step in flight or not.
+            rows: The rows that sample in that step, int64[n]; none if no step is in flight.
+            known: The number of known tokens of these rows before, int64[n].
+            sequences: The sequences in these rows.
+        """
+        in_rows = zip(rows.tolist(), sequences, strict=True)
+        stops = {row: each.stop_token_ids for row, each in in_rows if each is not None}
+        candidates: dict[int, Candidates] = {}
+        for row, each in result.candidates.items():
+            positions = np.full(len(each.token_ids), known[rows == row].sum())
+            tokens = np.asarray(each.token_ids, np.int64)
+            is_stop = np.isin(tokens, list(stops.get(row, ())))
+            hidden_ids = np.where(is_stop, tokens, self.hide(tokens, positions)).tolist()
+            candidates[row] = replace(each, token_ids=hidden_ids)
+        counts = np.ones_like(rows) if result.num_tokens is None else result.num_tokens
+        fits = counts.shape == rows.shape and (counts > 0).all() and result.token_ids.shape == (counts.sum(),)
+        if not fits:
+            # The result of another step, which is refused.
+            return replace(result, token_ids=np.zeros_like(result.token_ids), candidates=candidates)
+        token_rows = rows.repeat(counts)
+        behind = np.arange(len(token_rows)) - (np.cumsum(counts) - counts).repeat(counts)
+        token_ids = self.hide(result.token_ids, known.repeat(counts) + behind)
+        all_stops = frozenset[int]().union(*set(stops.values()))
+        for index in np.flatnonzero(np.isin(result.token_ids, list(all_stops))).tolist():
+            if int(result.token_ids[index]) in stops.get(int(token_rows[index]), ()):
+                token_ids[index] = result.token_ids[index]
+        return replace(result, token_ids=token_ids, candidates=candidates)
 
     def name_of(self, content: BlockHash) -> BlockHash:
         """A name for a block whose tokens the core does not know yet."""
@@ -220,28 +254,11 @@ def _digest(plan: StepPlan) -> bytes:
     return digest.digest()
 
 
-def apply_message(
-    step: StepInFlight | None,
-    known: Array,
-    sequences: SequenceOf[Sequence | None],
-    result: StepResult,
-    now: float,
-    hider: TokenHider | None,
-) -> Operation:
-    """A result as the core reads it: without the most likely tokens of log probabilities.
-
-    Args:
-        step: The oldest step in flight, if there was one.
-        known: The number of known tokens of its rows before.
-        sequences: The sequences in its rows.
-        result: The workers' answer, whether it belongs to the step or not.
-        now: Seconds.
-        hider: None records the token ids unchanged.
-    """
-    hide = _ResultHider(step, known, sequences, result, hider)
+def apply_message(result: StepResult, now: float) -> Operation:
+    """A result as the core reads it: without the most likely tokens of log probabilities."""
     apply = recording_pb2.RecordedApply(
         step_id=result.step_id,
-        token_ids=encode_int32(hide.samples()),
+        token_ids=encode_int32(result.token_ids),
         failures=[
             recording_pb2.RecordedFailure(row=row, message=message, is_refused=row in result.refused)
             for row, message in result.failures.items()
@@ -249,7 +266,7 @@ def apply_message(
         candidates=[
             recording_pb2.RecordedCandidates(
                 row=row,
-                token_ids=encode_int32(hide.candidates(row, each.token_ids)),
+                token_ids=encode_int32(each.token_ids),
                 logprobs=np.asarray(each.logprobs, "<f8").tobytes(),
             )
             for row, each in result.candidates.items()
@@ -263,51 +280,6 @@ def apply_message(
         apply.num_tokens, apply.num_drafts = encode_int32(result.num_tokens), encode_int32(result.num_drafts)
         apply.num_passes = result.num_passes
     return Operation(now=now, apply=apply)
-
-
-class _ResultHider:
-    """Hides the tokens of a step's result, except tokens that end their sequence."""
-
-    def __init__(
-        self,
-        step: StepInFlight | None,
-        known: Array,
-        sequences: SequenceOf[Sequence | None],
-        result: StepResult,
-        hider: TokenHider | None,
-    ) -> None:
-        self._rows = np.zeros(0, np.int64) if step is None else step.rows
-        self._positions = known
-        rows = zip(self._rows.tolist(), sequences, strict=True)
-        self._stops = {row: each.stop_token_ids for row, each in rows if each is not None}
-        self._result = result
-        self._hider = hider
-
-    def samples(self) -> Array:
-        result, hider = self._result, self._hider
-        if hider is None:
-            return result.token_ids
-        counts = np.ones_like(self._rows) if result.num_tokens is None else result.num_tokens
-        fits = counts.shape == self._rows.shape and (counts > 0).all() and result.token_ids.shape == (counts.sum(),)
-        if not fits:
-            # The result of another step, which is refused.
-            return np.zeros_like(result.token_ids)
-        rows = self._rows.repeat(counts)
-        behind = np.arange(len(rows)) - (np.cumsum(counts) - counts).repeat(counts)
-        tokens = hider.hide(result.token_ids, self._positions.repeat(counts) + behind)
-        all_stops = frozenset[int]().union(*set(self._stops.values()))
-        for token in np.flatnonzero(np.isin(result.token_ids, list(all_stops))).tolist():
-            if int(result.token_ids[token]) in self._stops.get(int(rows[token]), ()):
-                tokens[token] = result.token_ids[token]
-        return tokens
-
-    def candidates(self, row: int, token_ids: SequenceOf[int]) -> Array:
-        tokens = np.asarray(token_ids, np.int64)
-        if self._hider is None:
-            return tokens
-        position = self._positions[self._rows == row].sum()
-        stops = np.isin(tokens, list(self._stops.get(row, ())))
-        return np.where(stops, tokens, self._hider.hide(tokens, np.full(len(tokens), position)))
 
 
 def result_of(apply: recording_pb2.RecordedApply) -> StepResult:

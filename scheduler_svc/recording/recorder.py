@@ -261,13 +261,15 @@ class RecordedScheduler:
         return self._tell(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        step = self._core.in_flight[0] if self._core.in_flight else None
-        rows = np.zeros(0, np.int64) if step is None else step.rows
-        known, sequences = self._core.batch.rows.num_known[rows], self._core.batch.rows.sequences_in(rows)
-        return self._tell(
-            lambda: self._core.apply(result, now),
-            lambda _: messages.apply_message(step, known, sequences, result, now, self._hider),
-        )
+        in_flight, table, hider = self._core.in_flight, self._core.batch.rows, self._hider
+        rows = in_flight[0].rows if in_flight else np.zeros(0, np.int64)
+        known, sequences = table.num_known[rows], table.sequences_in(rows)
+
+        def describe(_: object) -> Operation:
+            recorded = result if hider is None else hider.hide_result(result, rows, known, sequences)
+            return messages.apply_message(recorded, now)
+
+        return self._tell(lambda: self._core.apply(result, now), describe)
 
     def take_preparations(self) -> list[Preparation]:
         if not self._core.preparations.has_wanted:
