@@ -244,7 +244,8 @@ class History:
             if index not in held.ended:
                 self.add_tokens(events, handle, index, held.num_tokens.get(index, 0))
         self.add_ends(events, handle, held.ended)
-        return events, self.prompt_logprobs_since(held.end_of_prompt_logprobs, handle)
+        entries = [entry.since(held.end_of_prompt_logprobs) for entry in self._prompt_logprobs]
+        return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
 
     def indices(self) -> list[int]:
         """The sequences that have tokens here."""
@@ -274,10 +275,6 @@ class History:
         ends = [end for index, end in sorted(self._ends.items()) if index not in ended]
         for end in (*ends, *self._completed, *self._failed):
             add_end(events, end, handle)
-
-    def prompt_logprobs_since(self, position: int, handle: Handle) -> list[PromptLogprobs]:
-        entries = [entry.since(position) for entry in self._prompt_logprobs]
-        return [replace(entry, handle=handle) for entry in entries if entry is not None]
 
 
 class Replay:
