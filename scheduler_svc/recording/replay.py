@@ -4,20 +4,16 @@ The core is deterministic: time, ids and results are its arguments. So the same 
 changed version shows where its plans begin to differ.
 """
 
-import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from google.protobuf.message import DecodeError
 
 from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
-from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
@@ -46,8 +42,8 @@ from scheduler_svc.recording.messages import (
     sealed_of,
     tokens_of,
 )
+from scheduler_svc.recording.snapshot import dump, load
 
-_CORE = "scheduler_svc.core."
 _MAX_DIFFERENCES = 20
 
 _HALVES = frozenset({"refuse_in_flight", "lose_in_flight"})
@@ -335,9 +331,7 @@ def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer
     made = snapshot_path(path).with_suffix(".partial")
     with create(made, header_of(newest, segment)) as file:
         for scheduler in filter(None, (replayer.scheduler, replayer.before)):
-            content = io.BytesIO()
-            _CorePickler(content, protocol=5).dump(scheduler)
-            append(file, frame(content.getvalue()))
+            append(file, frame(dump(scheduler)))
         # The files before it are removed next.
         sync(file)
     made.replace(snapshot_path(path))
@@ -350,10 +344,10 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
     try:
         with closing(frames):
             _check_same(snapshot, header, newest)
-            cores = [_CoreUnpickler(io.BytesIO(content)).load() for content in frames]
+            cores = list(map(load, frames))
     except DamagedError as error:
         raise RecordingError(f"{snapshot} is damaged; what comes after it cannot be replayed") from error
-    except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError, EOFError) as error:
+    except Exception as error:
         raise RecordingError(
             f"{snapshot} was written by Quire {header.version} and does not fit the core of this version: {error}"
         ) from error
@@ -361,57 +355,3 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
         raise RecordingError(f"{snapshot} holds no core")
     replayer.scheduler, replayer.before = cores[0], next(iter(cores[1:]), None)
     return header.segment
-
-
-class _CorePickler(pickle.Pickler):
-    """Writes arrays as numbers: code of numpy that reads its own pickles trusts them."""
-
-    def reducer_override(self, obj: object) -> Any:
-        if not isinstance(obj, np.ndarray | np.generic):
-            return NotImplemented
-        values = obj.tolist() if obj.dtype.hasobject else obj.tobytes()
-        return _array_of, (obj.dtype.str, obj.shape, values)
-
-
-def _array_of(dtype: str, shape: tuple[int, ...], values: bytes | list[object]) -> Any:
-    """An array, or a number if it has no dimensions. Raises ValueError."""
-    if isinstance(values, list):
-        return np.array(values, object)
-    if np.dtype(dtype).kind not in "biuf":
-        raise ValueError(f"{dtype} is no type of numbers")
-    array = np.frombuffer(values, dtype).reshape(shape).copy()
-    return array if shape else array[()]
-
-
-class _CoreUnpickler(pickle.Unpickler):
-    """Loads only the classes of a core, so that a file from elsewhere cannot run code."""
-
-    _ALLOWED = frozenset(
-        {
-            ("collections", "Counter"),
-            ("collections", "OrderedDict"),
-            ("collections", "deque"),
-            ("quire.messages.logprob_columns", "LogprobColumns"),
-            ("quire.messages.logprob_columns", "LogprobLog"),
-            (__name__, _array_of.__name__),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _method
-        if (module, name) in self._ALLOWED:
-            return super().find_class(module, name)
-        if module.startswith(_CORE) and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _method(owner: object, name: str) -> object:
-    """A method that a core refers to: a public one of its parts, or the one that makes its pools."""
-    is_of_part = type(owner).__module__.startswith(_CORE) and not name.startswith("_")
-    if is_of_part or (owner is BlockManager and name == "of"):
-        return getattr(owner, name)
-    raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")
