@@ -167,26 +167,22 @@ def set_aside(path: Path) -> None:
     if not path.exists():
         return
     try:
-        segment = read_header(path).segment
+        read_header(path)
     except RecordingError as error:
         raise ConfigurationError(f"--record {path}: the file exists, and it would be overwritten: {error}") from error
     old = path.with_name(f"{path.name}.old")
     try:
-        for stale in [
-            old,
-            snapshot_path(old),
-            *(each for each in old.parent.glob(f"{old.name}.*") if _is_segment(each)),
-        ]:
-            stale.unlink(missing_ok=True)
-        if snapshot_path(path).exists():
-            snapshot_path(path).rename(snapshot_path(old))
-        for number in range(segment):
-            if segment_path(path, number).exists():
-                segment_path(path, number).rename(segment_path(old, number))
+        old.unlink(missing_ok=True)
+        for stale in _other_files(old):
+            stale.unlink()
+        for other in _other_files(path):
+            other.rename(old.with_name(old.name + other.suffix))
         path.rename(old)
     except OSError as error:
         raise ConfigurationError(f"--record {path}: cannot set the earlier recording aside: {error}") from error
 
 
-def _is_segment(path: Path) -> bool:
-    return path.suffix[1:].isdigit()
+def _other_files(path: Path) -> list[Path]:
+    """The snapshot of a recording, and its files before the newest."""
+    others = [each for each in path.parent.iterdir() if each.stem == path.name and each.suffix[1:].isdigit()]
+    return [*others, *filter(Path.exists, [snapshot_path(path)])]

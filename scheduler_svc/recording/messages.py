@@ -7,8 +7,9 @@ token that ends a sequence.
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import fields
+from dataclasses import fields, replace
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,17 @@ from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import Adapter, ClientId, EmittedSequence, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.step import SampleLogprobs, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 Header = recording_pb2.RecordingHeader
 Operation = recording_pb2.RecordedOperation
+
+_SAME_NAMED = (
+    "request_id", "max_tokens", "tenant", "num_sequences", "num_returned", "priority", "accepted_before",
+    "has_constraint", "cache_salt", "is_offer",
+)  # fmt: skip
+"""The values of a request that its message has under the same name."""
 
 _DIGEST_BYTES = 8
 _FIRST_HIDDEN = 1 << 30
@@ -48,6 +56,40 @@ class TokenHider:
             mixed = (mixed ^ key) * factor
             mixed ^= mixed >> np.uint64(32)
         return (mixed >> np.uint64(34)).astype(np.int64) | _FIRST_HIDDEN
+
+    def hide_result(
+        self, result: StepResult, rows: Array, known: Array, sequences: SequenceOf[Sequence | None]
+    ) -> StepResult:
+        """The workers' answer with hidden tokens, except tokens that end their sequence.
+
+        Args:
+            result: The answer, whether it belongs to the oldest step in flight or not.
+            rows: The rows that sample in that step, int64[n]; none if no step is in flight.
+            known: The number of known tokens of these rows before, int64[n].
+            sequences: The sequences in these rows.
+        """
+        in_rows = zip(rows.tolist(), sequences, strict=True)
+        stops = {row: each.stop_token_ids for row, each in in_rows if each is not None}
+        candidates: dict[int, Candidates] = {}
+        for row, each in result.candidates.items():
+            positions = np.full(len(each.token_ids), known[rows == row].sum())
+            tokens = np.asarray(each.token_ids, np.int64)
+            is_stop = np.isin(tokens, list(stops.get(row, ())))
+            hidden_ids = np.where(is_stop, tokens, self.hide(tokens, positions)).tolist()
+            candidates[row] = replace(each, token_ids=hidden_ids)
+        counts = np.ones_like(rows) if result.num_tokens is None else result.num_tokens
+        fits = counts.shape == rows.shape and (counts > 0).all() and result.token_ids.shape == (counts.sum(),)
+        if not fits:
+            # The result of another step, which is refused.
+            return replace(result, token_ids=np.zeros_like(result.token_ids), candidates=candidates)
+        token_rows = rows.repeat(counts)
+        behind = np.arange(len(token_rows)) - (np.cumsum(counts) - counts).repeat(counts)
+        token_ids = self.hide(result.token_ids, known.repeat(counts) + behind)
+        all_stops = frozenset[int]().union(*set(stops.values()))
+        for index in np.flatnonzero(np.isin(result.token_ids, list(all_stops))).tolist():
+            if int(result.token_ids[index]) in stops.get(int(token_rows[index]), ()):
+                token_ids[index] = result.token_ids[index]
+        return replace(result, token_ids=token_ids, candidates=candidates)
 
     def name_of(self, content: BlockHash) -> BlockHash:
         """A name for a block whose tokens the core does not know yet."""
@@ -78,11 +120,10 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
     """Without parameters and seeds, which the core carries and never reads."""
     start = len(request.prompt)
     submit = recording_pb2.RecordedSubmit(
+        **{name: getattr(request, name) for name in _SAME_NAMED},
         client=request.key.client,
         handle=request.key.handle,
-        request_id=request.request_id,
         prompt=encode_int32(hidden(hider, request.prompt)),
-        max_tokens=request.max_tokens,
         stop_token_ids=sorted(request.stop_token_ids),
         emitted=[
             recording_pb2.RecordedEmitted(
@@ -90,19 +131,11 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
             )
             for each in request.emitted
         ],
-        tenant=request.tenant,
-        num_sequences=request.num_sequences,
-        num_returned=request.num_returned,
-        priority=request.priority,
-        accepted_before=request.accepted_before,
         logprobs=request.sampling.logprobs,
         prompt_logprobs=request.sampling.prompt_logprobs,
         prompt_logprobs_start=request.sampling.prompt_logprobs_start,
-        has_constraint=request.has_constraint,
-        adapter_digest=_digest_of(request.adapter),
-        cache_salt=request.cache_salt,
+        adapter_digest=digest_of(request.adapter),
         has_kv_source=request.source is not None,
-        is_offer=request.is_offer,
         replaced_handle=request.replaces,
     )
     if request.has_constraint:
@@ -118,8 +151,8 @@ def submit_message(request: Request, now: float, hider: TokenHider | None) -> Op
 def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
     beams = submit.beams if submit.HasField("beams") else None
     return Request(
+        **{name: getattr(submit, name) for name in _SAME_NAMED},
         key=RequestKey(ClientId(submit.client), Handle(submit.handle)),
-        request_id=submit.request_id,
         prompt=tokens_of(submit.prompt),
         sampling=RowSampling(
             seed=0,
@@ -128,25 +161,16 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
             prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None,
             prompt_logprobs_start=submit.prompt_logprobs_start,
         ),
-        max_tokens=submit.max_tokens,
         stop_token_ids=frozenset(submit.stop_token_ids),
         emitted=[EmittedSequence(tokens_of(each.token_ids), each.has_ended) for each in submit.emitted],
-        tenant=submit.tenant,
-        num_sequences=submit.num_sequences,
-        num_returned=submit.num_returned,
-        priority=submit.priority,
         beam=beams and BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
-        accepted_before=submit.accepted_before,
-        has_constraint=submit.has_constraint,
         adapter=adapter_of(submit.adapter_digest),
-        cache_salt=submit.cache_salt,
         source=KvSource() if submit.has_kv_source else None,
-        is_offer=submit.is_offer,
         replaces=Handle(submit.replaced_handle) if submit.HasField("replaced_handle") else None,
     )
 
 
-def _digest_of(adapter: Adapter | None) -> bytes | None:
+def digest_of(adapter: Adapter | None) -> bytes | None:
     return None if adapter is None else adapter.digest
 
 
@@ -158,67 +182,38 @@ def tokens_of(packed: bytes) -> list[int]:
     return np.frombuffer(packed, "<i4").tolist()
 
 
-CALLS: Mapping[str, Callable[..., Operation]] = {
-    "abort": lambda key: Operation(abort=recording_pb2.RecordedAbort(client=key.client, handle=key.handle)),
-    "abort_sequence": lambda key, index: Operation(
-        abort_sequence=recording_pb2.RecordedAbort(client=key.client, handle=key.handle, sequence_index=index)
-    ),
-    "expire_pins": lambda now: Operation(now=now, expire_pins=recording_pb2.RecordedExpirePins()),
-    "forget_cached": lambda: Operation(forget_cached=recording_pb2.RecordedForgetCached()),
-    "hand_over": lambda key, lease, now, lease_s: Operation(
-        now=now,
-        hand_over=recording_pb2.RecordedHandOver(
-            client=key.client, handle=key.handle, lease=lease, lease_seconds=lease_s
-        ),
-    ),
-    "hold_new": lambda now, seconds: Operation(now=now, hold_new=recording_pb2.RecordedHold(seconds=seconds)),
-    "renew_lease": lambda lease, now, lease_s: Operation(
-        now=now, renew_lease=recording_pb2.RecordedLease(lease=lease, lease_seconds=lease_s)
-    ),
-    "prepared": lambda number, failure=None, failed=frozenset(): Operation(
-        prepared=recording_pb2.RecordedPrepared(
-            number=number, failure=failure, failed_blocks=encode_int32(sorted(failed)) if failed else b""
-        )
-    ),
+def call_message(name: str, /, now: float = 0.0, **values: object) -> Operation:
+    """A call of the core by its name, with these values of the call's message; None leaves one out."""
+    operation = Operation(now=now)
+    message = getattr(operation, name)
+    message.SetInParent()
+    for field, value in values.items():
+        if value is not None:
+            setattr(message, field, value)
+    return operation
+
+
+CALLS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "abort": lambda key: {"client": key.client, "handle": key.handle},
+    "abort_sequence": lambda key, index: {"client": key.client, "handle": key.handle, "sequence_index": index},
+    "expire_pins": lambda now: {"now": now},
+    "forget_cached": dict,
+    "hand_over": lambda key, lease, now, lease_s: {
+        "client": key.client, "handle": key.handle, "lease": lease, "now": now, "lease_seconds": lease_s
+    },
+    "hold_new": lambda now, seconds: {"now": now, "seconds": seconds},
+    "renew_lease": lambda lease, now, lease_s: {"lease": lease, "now": now, "lease_seconds": lease_s},
+    "prepared": lambda number, failure=None, failed=(): {
+        "number": number, "failure": failure, "failed_blocks": encode_int32(sorted(failed))
+    },
     # The seconds decide nothing.
-    "give_up_preparation": lambda number, seconds: Operation(
-        give_up_preparation=recording_pb2.RecordedPrepared(number=number)
-    ),
-    "refuse_in_flight": lambda detail: Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail)),
-    "lose_in_flight": lambda detail=None: Operation(lose_in_flight=recording_pb2.RecordedLoss(detail=detail)),
-    "judge_loss": lambda *, was_alive: Operation(judge_loss=recording_pb2.RecordedLoss(was_alive=was_alive)),
-    "void_in_flight": lambda now: Operation(now=now, void_in_flight=recording_pb2.RecordedLoss()),
-}
-"""Calls of a core whose arguments are recorded as they are, with the message of these arguments."""
-
-
-def pin_message(
-    tenant: str,
-    token_ids: SequenceOf[int],
-    now: float,
-    time_to_live: float,
-    adapter: Adapter | None,
-    hider: TokenHider | None,
-) -> Operation:
-    pin = recording_pb2.RecordedPin(
-        tenant=tenant,
-        token_ids=encode_int32(hidden(hider, token_ids)),
-        time_to_live_seconds=time_to_live,
-        adapter_digest=_digest_of(adapter),
-    )
-    return Operation(now=now, pin=pin)
-
-
-def unpin_message(handle: Handle) -> Operation:
-    return Operation(unpin=recording_pb2.RecordedUnpin(handle=handle))
-
-
-def take_over_message(now: float) -> Operation:
-    return Operation(now=now, take_over=recording_pb2.RecordedTakeOver())
-
-
-def take_preparations_message() -> Operation:
-    return Operation(take_preparations=recording_pb2.RecordedTakePreparations())
+    "give_up_preparation": lambda number, seconds: {"number": number},
+    "refuse_in_flight": lambda detail: {"detail": detail},
+    "lose_in_flight": lambda detail=None: {"detail": detail},
+    "judge_loss": lambda *, was_alive: {"was_alive": was_alive},
+    "void_in_flight": lambda now: {"now": now},
+}  # fmt: skip
+"""Calls of a core whose arguments are recorded as they are: the values of their message, and the time."""
 
 
 def plan_message(plan: StepPlan | None, now: float) -> Operation:
@@ -259,35 +254,11 @@ def _digest(plan: StepPlan) -> bytes:
     return digest.digest()
 
 
-def token_rows(step: StepInFlight, result: StepResult) -> Array | None:
-    """The row of each token of a result; None for the result of another step, which is refused."""
-    counts = np.ones_like(step.rows) if result.num_tokens is None else result.num_tokens
-    fits = counts.shape == step.rows.shape and (counts > 0).all() and result.token_ids.shape == (counts.sum(),)
-    return step.rows.repeat(counts) if fits else None
-
-
-def apply_message(
-    step: StepInFlight | None,
-    known: Array,
-    result: StepResult,
-    now: float,
-    hider: TokenHider | None,
-    stops: Mapping[int, frozenset[int]],
-) -> Operation:
-    """A result as the core reads it: without the most likely tokens of log probabilities.
-
-    Args:
-        step: The oldest step in flight, if there was one.
-        known: The number of known tokens of its rows before.
-        result: The workers' answer, whether it belongs to the step or not.
-        now: Seconds.
-        hider: None records the token ids unchanged.
-        stops: The tokens that end the sequence of a row, of all rows whose result may hold one.
-    """
-    hide = _ResultHider(step, known, result, hider, stops)
+def apply_message(result: StepResult, now: float) -> Operation:
+    """A result as the core reads it: without the most likely tokens of log probabilities."""
     apply = recording_pb2.RecordedApply(
         step_id=result.step_id,
-        token_ids=encode_int32(hide.samples()),
+        token_ids=encode_int32(result.token_ids),
         failures=[
             recording_pb2.RecordedFailure(row=row, message=message, is_refused=row in result.refused)
             for row, message in result.failures.items()
@@ -295,7 +266,7 @@ def apply_message(
         candidates=[
             recording_pb2.RecordedCandidates(
                 row=row,
-                token_ids=encode_int32(hide.candidates(row, each.token_ids)),
+                token_ids=encode_int32(each.token_ids),
                 logprobs=np.asarray(each.logprobs, "<f8").tobytes(),
             )
             for row, each in result.candidates.items()
@@ -309,46 +280,6 @@ def apply_message(
         apply.num_tokens, apply.num_drafts = encode_int32(result.num_tokens), encode_int32(result.num_drafts)
         apply.num_passes = result.num_passes
     return Operation(now=now, apply=apply)
-
-
-class _ResultHider:
-    """Hides the tokens of a step's result, except tokens that end their sequence."""
-
-    def __init__(
-        self,
-        step: StepInFlight | None,
-        known: Array,
-        result: StepResult,
-        hider: TokenHider | None,
-        stops: Mapping[int, frozenset[int]],
-    ) -> None:
-        self._rows, self._positions = np.zeros(0) if step is None else step.rows, known
-        self._token_rows = None if step is None else token_rows(step, result)
-        self._result = result
-        self._hider = hider
-        self._stops = stops
-
-    def samples(self) -> Array:
-        token_ids, rows = self._result.token_ids, self._token_rows
-        if self._hider is None or rows is None:
-            return token_ids if self._hider is None else np.zeros_like(token_ids)
-        positions = self._positions
-        if (counts := self._result.num_tokens) is not None:
-            behind = np.arange(len(rows)) - (np.cumsum(counts) - counts).repeat(counts)
-            positions = positions.repeat(counts) + behind
-        tokens = self._hider.hide(token_ids, positions)
-        for token in np.flatnonzero(np.isin(rows, list(self._stops))).tolist():
-            if int(token_ids[token]) in self._stops[int(rows[token])]:
-                tokens[token] = token_ids[token]
-        return tokens
-
-    def candidates(self, row: int, token_ids: SequenceOf[int]) -> Array:
-        tokens = np.asarray(token_ids, np.int64)
-        if self._hider is None:
-            return tokens
-        position = self._positions[self._rows == row].sum()
-        stops = np.isin(tokens, list(self._stops.get(row, ())))
-        return np.where(stops, tokens, self._hider.hide(tokens, np.full(len(tokens), position)))
 
 
 def result_of(apply: recording_pb2.RecordedApply) -> StepResult:
@@ -373,17 +304,6 @@ def result_of(apply: recording_pb2.RecordedApply) -> StepResult:
         np.frombuffer(apply.num_drafts, "<i4").astype(np.int64) if apply.num_tokens else None,
         apply.num_passes or 1,
     )
-
-
-def sealed_message(sealed: SequenceOf[tuple[BlockId, BlockHash]], hider: TokenHider | None) -> Operation:
-    blocks = [block for block, _ in sealed]
-    hashes = [content if hider is None else hider.name_of(content) for _, content in sealed]
-    return Operation(restore_sealed=recording_pb2.RecordedSealed(blocks=encode_int32(blocks), hashes=b"".join(hashes)))
-
-
-def tier_message(slots: SequenceOf[int], hashes: SequenceOf[BlockHash], hider: TokenHider | None) -> Operation:
-    names = [content if hider is None else hider.name_of(content) for content in hashes]
-    return Operation(tier_changed=recording_pb2.RecordedTier(slots=encode_int32(slots), hashes=b"".join(names)))
 
 
 def sealed_of(message: recording_pb2.RecordedSealed) -> list[tuple[BlockId, BlockHash]]:
@@ -420,8 +340,3 @@ class HiddenHashes:
             self._hashes = hash_chain(parent, pack(tokens.tolist()), 4 * self._block_size)
             self._token_ids = []
         return self._hashes
-
-
-def rename_message(content: BlockHash, hashes: HiddenHashes, index: int, hider: TokenHider) -> Operation:
-    """The block that was restored as `content` is the one with this index of a sequence."""
-    return Operation(rename=recording_pb2.RecordedRename(name=hider.name_of(content), hash=hashes.of(index, hider)))

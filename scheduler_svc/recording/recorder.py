@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self, TypeVar, cast
 
 import numpy as np
 
+from quire.messages.arrays import encode_int32
 from quire.messages.prefix_hashes import BlockHash
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import entropy
@@ -28,7 +29,7 @@ from scheduler_svc.core.preparation import Preparation
 from scheduler_svc.core.request import Adapter, ClientId, cache_root
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
-from scheduler_svc.core.step import ClientEvents, RequestFailure, StepInFlight, StepPlan, StepResult
+from scheduler_svc.core.step import ClientEvents, RequestFailure, StepPlan, StepResult
 from scheduler_svc.recording import files, messages
 from scheduler_svc.recording.messages import Header, Operation, TokenHider
 
@@ -183,7 +184,13 @@ class _Writer:
 
 
 class RecordedScheduler:
-    """Records the calls of a core from outside. All else is read from the core itself."""
+    """Records the calls of a core from outside. All else is read from the core itself.
+
+    Attributes:
+        restored: Blocks that a worker still held when it was attached, and whose tokens the core does not know yet;
+            empty unless token ids are hidden. They are recorded under separate names. Once the core computes the hash
+            of one, its tokens are known, and the recording gives their hidden tokens.
+    """
 
     def __init__(
         self, core: Scheduler, put: Callable[[Callable[[], Operation]], None], hider: TokenHider | None
@@ -191,14 +198,12 @@ class RecordedScheduler:
         self._core = core
         self._put = put
         self._hider = hider
-        self._stops = _StopTable()
-        self._restored: _Restored | None = None
+        self.restored: set[BlockHash] = set()
         if hider is not None:
-            self._restored = _Restored(put, hider)
             core.arrivals.observe = self._observe
         self.submit = self._recorded(core.submit, partial(messages.submit_message, hider=hider))
-        for name, message in messages.CALLS.items():
-            setattr(self, name, self._recorded(getattr(core, name), message))
+        for name, values in messages.CALLS.items():
+            setattr(self, name, self._recorded(getattr(core, name), partial(_message, name, values)))
         put(partial(messages.start_message, core.config))
 
     def __getattr__(self, name: str) -> Any:
@@ -228,90 +233,113 @@ class RecordedScheduler:
         self, tenant: str, token_ids: list[int], now: float, time_to_live: float, adapter: Adapter | None = None
     ) -> Pin:
         hider, block_size = self._hider, self._core.config.block_size
-        if self._restored is not None and self._restored.hashes:
-            hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self._restored)
+        if self.restored:
+            hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self)
             hashes.first(len(token_ids) // block_size, token_ids)
         return self._tell(
             lambda: self._core.pin(tenant, token_ids, now, time_to_live, adapter),
-            lambda _: messages.pin_message(tenant, token_ids, now, time_to_live, adapter, hider),
+            lambda _: messages.call_message(
+                "pin",
+                now,
+                tenant=tenant,
+                token_ids=encode_int32(messages.hidden(hider, token_ids)),
+                time_to_live_seconds=time_to_live,
+                adapter_digest=messages.digest_of(adapter),
+            ),
         )
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
         pin = self._core.pins.of_tenant(tenant, pin_id)
         if pin is None:
             return False
-        return self._tell(lambda: self._core.unpin(tenant, pin_id), lambda _: messages.unpin_message(pin.key.handle))
+        handle = pin.key.handle
+        return self._tell(
+            lambda: self._core.unpin(tenant, pin_id), lambda _: messages.call_message("unpin", handle=handle)
+        )
 
     def schedule(self, now: float) -> StepPlan | None:
         return self._tell(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
-        step = self._core.in_flight[0] if self._core.in_flight else None
-        stops = {} if step is None or self._hider is None else self._stops_of(step, result)
-        known = np.zeros(0, np.int64) if step is None else self._core.batch.rows.num_known[step.rows]
-        return self._tell(
-            lambda: self._core.apply(result, now),
-            lambda _: messages.apply_message(step, known, result, now, self._hider, stops),
-        )
+        in_flight, table, hider = self._core.in_flight, self._core.batch.rows, self._hider
+        rows = in_flight[0].rows if in_flight else np.zeros(0, np.int64)
+        known, sequences = table.num_known[rows], [table.sequences[row] for row in rows.tolist()]
+
+        def describe(_: object) -> Operation:
+            recorded = result if hider is None else hider.hide_result(result, rows, known, sequences)
+            return messages.apply_message(recorded, now)
+
+        return self._tell(lambda: self._core.apply(result, now), describe)
 
     def take_preparations(self) -> list[Preparation]:
         if not self._core.preparations.has_wanted:
             return []
-        return self._tell(self._core.take_preparations, lambda _: messages.take_preparations_message())
+        return self._tell(self._core.take_preparations, lambda _: messages.call_message("take_preparations"))
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        blocks, hider = list(sealed), self._hider
-        self._tell(lambda: self._core.restore_sealed(blocks), lambda _: messages.sealed_message(blocks, hider))
-        if self._restored is not None:
-            self._restored.hashes.clear()
-            self._expect(content for _, content in blocks)
+        blocks = list(sealed)
+        self._tell(lambda: self._core.restore_sealed(blocks), lambda _: self._sealed_message(blocks))
+        self.restored.clear()
+        self._expect(content for _, content in blocks)
+
+    def _sealed_message(self, sealed: Sequence[tuple[BlockId, BlockHash]]) -> Operation:
+        blocks = encode_int32([block for block, _ in sealed])
+        return messages.call_message("restore_sealed", blocks=blocks, hashes=self._names(each for _, each in sealed))
+
+    def _names(self, hashes: Iterable[BlockHash]) -> bytes:
+        return b"".join(hashes if self._hider is None else map(self._hider.name_of, hashes))
 
     def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         self._tell(
-            lambda: self._core.tier_changed(slots, hashes), lambda _: messages.tier_message(slots, hashes, self._hider)
+            lambda: self._core.tier_changed(slots, hashes),
+            lambda _: messages.call_message("tier_changed", slots=encode_int32(slots), hashes=self._names(hashes)),
         )
         self._expect(hashes)
 
     def _expect(self, hashes: Iterable[BlockHash]) -> None:
-        """Remembers names of blocks that came from outside."""
-        if self._restored is not None:
-            core, config = self._core, self._core.config
-            self._restored.hashes.update(hashes)
-            for group in core.groups():
-                for sequence in group.unfinished:
-                    assert isinstance(sequence.prefix_hashes, _ObservedHashes)
-                    sequence.prefix_hashes.report(0, sequence.token_ids)
-            self._restored.keep_some(self._has, len(core.tier) + config.num_blocks + config.num_host_blocks)
+        """Remembers names of blocks that came from outside, and forgets blocks that are gone, once they may outnumber
+        the blocks that exist."""
+        if self._hider is None:
+            return
+        core, config = self._core, self._core.config
+        self.restored.update(hashes)
+        for group in core.groups():
+            for sequence in group.unfinished:
+                assert isinstance(sequence.prefix_hashes, _ObservedHashes)
+                sequence.prefix_hashes.report(0, sequence.token_ids)
+        if len(self.restored) > 2 * (len(core.tier) + config.num_blocks + config.num_host_blocks) + 64:
+            self.restored = set(filter(self._has, self.restored))
 
     def _has(self, content: BlockHash) -> bool:
         """Whether a block with this name is anywhere."""
         pools = self._core.batch.blocks.pool, self._core.batch.blocks.host.pool
         return content in self._core.tier or any(pool.hits([content]) for pool in pools)
 
+    def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
+        """Records that a restored block is number `index` of a sequence with these hashes."""
+        hider = self._hider
+        assert hider is not None
+        self.restored.discard(content)
+        self._put(lambda: messages.call_message("rename", name=hider.name_of(content), hash=hashes.of(index, hider)))
+
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         # Recordings show it as the start of another core, which takes over from this one.
         self._put(partial(messages.start_message, config))
-        failures = self._tell(lambda: self._core.refit(config, now), lambda _: messages.take_over_message(now))
+        failures = self._tell(lambda: self._core.refit(config, now), lambda _: messages.call_message("take_over", now))
         for group in self._core.groups():
             self._observe(group)
         return failures
 
     def _observe(self, group: SequenceGroup) -> None:
-        """Follows a new group. Its stop tokens and hashes matter only where token ids are hidden."""
-        if self._restored is not None:
-            self._stops.add(group.request.stop_token_ids)
+        """Follows the hashes of a new group, which matter only where token ids are hidden."""
+        if self._hider is not None:
             block_size = self._core.config.block_size
             for sequence in group.sequences:
-                sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self._restored)
+                sequence.prefix_hashes = _ObservedHashes(group.request.cache_root, block_size, self)
 
-    def _stops_of(self, step: StepInFlight, result: StepResult) -> dict[int, frozenset[int]]:
-        """The stop tokens of the rows whose result may hold one."""
-        rows = list(result.candidates)
-        token_rows = messages.token_rows(step, result)
-        if token_rows is not None:
-            rows += token_rows[self._stops.holds(result.token_ids)].tolist()
-        sequences = self._core.batch.rows.sequences
-        return {row: each.request.stop_token_ids for row in rows if (each := sequences[row]) is not None}
+
+def _message(name: str, values: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> Operation:
+    return messages.call_message(name, **values(*args, **kwargs))
 
 
 def _describe(describe: Callable[[T | None], Operation], outcome: T | None, raised: str) -> Operation:
@@ -320,37 +348,13 @@ def _describe(describe: Callable[[T | None], Operation], outcome: T | None, rais
     return operation
 
 
-class _StopTable:
-    """The token ids that end any sequence."""
-
-    _MAX_ID = 1 << 22
-
-    def __init__(self) -> None:
-        self._known: set[int] = set()
-        self._is_stop = np.zeros(1, dtype=bool)
-
-    def add(self, token_ids: frozenset[int]) -> None:
-        new = [each for each in token_ids - self._known if 0 <= each < self._MAX_ID]
-        if not new:
-            return
-        self._known.update(new)
-        if max(new) + 1 >= len(self._is_stop):
-            # One more entry, which stays False, stands for all larger ids.
-            self._is_stop = np.resize(self._is_stop, max(new) + 2)
-        self._is_stop[:] = False
-        self._is_stop[list(self._known)] = True
-
-    def holds(self, token_ids: messages.Array) -> messages.Array:
-        return self._is_stop[np.clip(token_ids, 0, len(self._is_stop) - 1)]
-
-
 class _ObservedHashes(PrefixHashes):
     """Hashes of a sequence's blocks that report the hashes of restored blocks."""
 
-    def __init__(self, root: BlockHash, block_size: int, restored: "_Restored") -> None:
+    def __init__(self, root: BlockHash, block_size: int, recorder: RecordedScheduler) -> None:
         super().__init__(root, block_size)
         self._root = root
-        self._restored = restored
+        self._recorder = recorder
         # Hidden hashes of the blocks up to the last reported one; forks share them.
         self._hidden: messages.HiddenHashes | None = None
 
@@ -361,7 +365,7 @@ class _ObservedHashes(PrefixHashes):
 
     def report(self, start: int, token_ids: Sequence[int]) -> None:
         """Reports the restored blocks whose tokens are known now, from the hash number `start` on."""
-        restored, size = self._restored.hashes, self._block_size
+        restored, size = self._recorder.restored, self._block_size
         found = [index for index in range(start, len(self._hashes)) if self._hashes[index] in restored]
         if not found:
             return
@@ -371,32 +375,9 @@ class _ObservedHashes(PrefixHashes):
             self._hidden = messages.HiddenHashes(self._root, size, self._hidden, tokens)
         assert self._hidden is not None
         for index in found:
-            self._restored.found(self._hashes[index], self._hidden, index)
+            self._recorder.rename(self._hashes[index], self._hidden, index)
 
     def copy(self) -> PrefixHashes:
-        twin = _ObservedHashes(self._root, self._block_size, self._restored)
+        twin = _ObservedHashes(self._root, self._block_size, self._recorder)
         twin._hashes, twin._parent, twin._hidden = list(self._hashes), self._parent, self._hidden
         return twin
-
-
-class _Restored:
-    """Blocks that a worker still held when it was attached, and whose tokens the core does not know yet.
-
-    They are recorded under separate names. Once the core computes the hash of one, its tokens are known, and the
-    recording gives their hidden tokens.
-    """
-
-    def __init__(self, put: Callable[[Callable[[], Operation]], None], hider: TokenHider) -> None:
-        self.hashes: set[BlockHash] = set()
-        self._put = put
-        self._hider = hider
-
-    def keep_some(self, has: Callable[[BlockHash], bool], max_blocks: int) -> None:
-        """Forgets blocks that are gone, once they may outnumber the blocks that exist, at most `max_blocks`."""
-        if len(self.hashes) > 2 * max_blocks + 64:
-            self.hashes = set(filter(has, self.hashes))
-
-    def found(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
-        """Reports that a restored block is number `index` of a sequence with these hashes."""
-        self.hashes.discard(content)
-        self._put(partial(messages.rename_message, content, hashes, index, self._hider))

@@ -4,8 +4,6 @@ The core is deterministic: time, ids and results are its arguments. So the same 
 changed version shows where its plans begin to differ.
 """
 
-import io
-import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -16,21 +14,17 @@ from google.protobuf.message import DecodeError
 
 from quire.messages.prefix_hashes import BlockHash, hashes_of
 from scheduler_svc.core import invariants
-from scheduler_svc.core.arrivals import Arrivals
-from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.pins import PIN_CLIENT
-from scheduler_svc.core.planner import Planner
-from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import ClientId, Handle, RequestKey
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.state import Fetches
 from scheduler_svc.recording.files import (
     DamagedError,
     RecordingError,
     append,
     create,
     frame,
+    header_of,
     open_frames,
     read_header,
     segment_path,
@@ -48,6 +42,7 @@ from scheduler_svc.recording.messages import (
     sealed_of,
     tokens_of,
 )
+from scheduler_svc.recording.snapshot import dump, load
 
 _MAX_DIFFERENCES = 20
 
@@ -333,13 +328,10 @@ def _has_snapshot(path: Path, newest: Header) -> bool:
 def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
     """Writes the core as it is before the file `segment`, in place of an earlier snapshot. If the file begins between
     the start of a core and its takeover, writes the core before it too."""
-    header = Header()
-    header.CopyFrom(newest)
-    header.segment = segment
     made = snapshot_path(path).with_suffix(".partial")
-    with create(made, header) as file:
+    with create(made, header_of(newest, segment)) as file:
         for scheduler in filter(None, (replayer.scheduler, replayer.before)):
-            append(file, frame(pickle.dumps(scheduler, protocol=5)))
+            append(file, frame(dump(scheduler)))
         # The files before it are removed next.
         sync(file)
     made.replace(snapshot_path(path))
@@ -352,10 +344,10 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
     try:
         with closing(frames):
             _check_same(snapshot, header, newest)
-            cores = [_CoreUnpickler(io.BytesIO(content)).load() for content in frames]
+            cores = list(map(load, frames))
     except DamagedError as error:
         raise RecordingError(f"{snapshot} is damaged; what comes after it cannot be replayed") from error
-    except (pickle.UnpicklingError, AttributeError, ImportError, TypeError, ValueError, EOFError) as error:
+    except Exception as error:
         raise RecordingError(
             f"{snapshot} was written by Quire {header.version} and does not fit the core of this version: {error}"
         ) from error
@@ -363,40 +355,3 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
         raise RecordingError(f"{snapshot} holds no core")
     replayer.scheduler, replayer.before = cores[0], next(iter(cores[1:]), None)
     return header.segment
-
-
-class _CoreUnpickler(pickle.Unpickler):
-    """Loads only the classes of a core, so that a file from elsewhere cannot run code."""
-
-    _ALLOWED = frozenset(
-        {
-            ("collections", "Counter"),
-            ("collections", "OrderedDict"),
-            ("collections", "deque"),
-            ("numpy", "dtype"),
-            ("numpy", "ndarray"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "scalar"),
-            ("numpy._core.numeric", "_frombuffer"),
-            ("quire.messages.logprob_columns", "LogprobColumns"),
-            ("quire.messages.logprob_columns", "LogprobLog"),
-        }
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _method
-        is_core = module.startswith("scheduler_svc.core.") and "." not in name
-        if (module, name) in self._ALLOWED or is_core:
-            found = super().find_class(module, name)
-            if not is_core or (isinstance(found, type) and found.__module__ == module):
-                return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _method(owner: object, name: str) -> object:
-    """A method that a core refers to: a public one of its parts, or the one that makes its pools."""
-    is_of_part = isinstance(owner, Arrivals | Planner | Fetches | Policy) and not name.startswith("_")
-    if is_of_part or (owner is BlockManager and name == "of"):
-        return getattr(owner, name)
-    raise pickle.UnpicklingError(f"it names an attribute {name} of {type(owner).__name__}")

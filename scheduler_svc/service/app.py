@@ -3,9 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-
-import grpc.aio
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
@@ -16,7 +15,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
 from scheduler_svc.service.cache_changes import CacheFeed
-from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.kept_requests import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
@@ -53,7 +52,10 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
     async with _kv_events(settings, loop.replica.cache):
         server = await _start_server(settings, SchedulerServicer(loop, requests), metrics, identity, operators)
         try:
-            with _metrics_server(settings, metrics, operators):
+            with contextlib.ExitStack() as stack:
+                if (port := settings.metrics_port) is not None:
+                    scrapes = MetricsServer.start(settings.metrics_host, port, metrics.registry, operators)
+                    stack.callback(scrapes.stop)
                 _logger.info("listening on %s, workers at %s", server.address, ", ".join(settings.workers))
                 await _run_and_drain(loop, requests, settings.drain_timeout)
         finally:
@@ -89,14 +91,10 @@ async def _start_server(
     operators: ServerTls | None,
 ) -> RpcServer:
     """Gateways submit requests; operators read the state, and drain."""
-
-    def register(grpc_server: grpc.aio.Server) -> None:
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, grpc_server)
-
     tls = None if identity is None else ServerTls(identity, roles=frozenset({Role.GATEWAY, Role.OPERATOR}))
     server = await RpcServer.start(
         settings.listen,
-        register,
+        partial(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, servicer),
         [_SERVICE_NAME],
         tls=tls,
         admin_port=settings.admin_port,
@@ -127,15 +125,3 @@ async def _run_and_drain(loop: StepLoop, requests: Requests, drain_timeout_s: fl
     finally:
         driver.cancel()
         await asyncio.wait([driver])
-
-
-@contextlib.contextmanager
-def _metrics_server(settings: SchedulerSettings, metrics: SchedulerMetrics, tls: ServerTls | None) -> Iterator[None]:
-    if settings.metrics_port is None:
-        yield
-        return
-    server = MetricsServer.start(settings.metrics_host, settings.metrics_port, metrics.registry, tls)
-    try:
-        yield
-    finally:
-        server.stop()

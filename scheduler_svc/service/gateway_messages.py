@@ -22,7 +22,7 @@ from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.sequence import FinishReason, Sequence
+from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.metrics import Served
@@ -45,20 +45,11 @@ _FAILURE_CODES = {
 """Statuses of failures that are not INTERNAL: after a change of the model a retry succeeds; invalid sampling is the
 caller's fault; and an adapter's files may be gone or changed."""
 
-_FINISH_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-}
 _EARLY_STOPPING = {
     common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,
     common_pb2.EARLY_STOPPING_FALSE: EarlyStopping.FALSE,
     common_pb2.EARLY_STOPPING_TRUE: EarlyStopping.TRUE,
     common_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
-}
-_STATUSES = {
-    SequenceStatus.WAITING: scheduler_pb2.SEQUENCE_STATUS_WAITING,
-    SequenceStatus.RUNNING: scheduler_pb2.SEQUENCE_STATUS_RUNNING,
-    SequenceStatus.SWAPPED: scheduler_pb2.SEQUENCE_STATUS_SWAPPED,
 }
 
 
@@ -276,7 +267,7 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
         handle=end.handle,
         sequence_index=end.sequence_index,
         num_tokens=end.num_tokens,
-        reason=_FINISH_REASONS[end.reason],
+        reason=f"FINISH_REASON_{end.reason.name}",
         stop_token_id=end.stop_token_id,
         cumulative_logprob=end.cumulative_logprob,
     )
@@ -439,7 +430,7 @@ class _Snapshot:
         state = scheduler_pb2.SequenceState(
             request_id=sequence.request.request_id,
             sequence_index=sequence.index,
-            status=_STATUSES[sequence.status],
+            status=f"SEQUENCE_STATUS_{sequence.status.name}",
             num_tokens=sequence.num_tokens,
             num_computed_tokens=scheduler.num_computed_tokens(sequence),
         )

@@ -6,7 +6,6 @@ A reader that comes back says how much it has (`Held`) and gets the rest: at onc
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 
 import numpy as np
 
@@ -52,28 +51,12 @@ class PromptLogprobs:
 
 def split_by_request(events: ClientEvents) -> dict[Handle, ClientEvents]:
     """The events of each request, in their order."""
-    parts: dict[Handle, ClientEvents] = {}
-
-    def part_of(handle: Handle) -> ClientEvents:
-        return parts.setdefault(handle, ClientEvents())
-
-    columns = events.logprobs.columns() if events.with_logprobs else None
-    begin = 0
-    for handle, run in groupby(events.handles):
-        end = begin + sum(1 for _ in run)
-        part = part_of(handle)
-        if columns is not None:
-            first, last = bisect_left(events.with_logprobs, begin), bisect_left(events.with_logprobs, end)
-            shift = len(part.handles) - begin
-            part.with_logprobs += [event + shift for event in events.with_logprobs[first:last]]
-            part.logprobs.append(columns.part(first, last))
-        part.handles += events.handles[begin:end]
-        part.sequence_indices += events.sequence_indices[begin:end]
-        part.offsets += events.offsets[begin:end]
-        part.token_ids += events.token_ids[begin:end]
-        begin = end
-    for handle, ending in ends_of(events):
-        add_end(part_of(handle), ending, handle)
+    places: dict[Handle, list[int]] = {}
+    for place, handle in enumerate(events.handles):
+        places.setdefault(handle, []).append(place)
+    parts = {handle: select(events, own, [handle] * len(own)) for handle, own in places.items()}
+    for handle, end in ends_of(events):
+        add_end(parts.setdefault(handle, ClientEvents()), end, handle)
     return parts
 
 
@@ -85,11 +68,13 @@ def select(events: ClientEvents, places: Sequence[int], handles: list[Handle]) -
         [events.offsets[place] for place in places],
         [events.token_ids[place] for place in places],
     )
-    if events.with_logprobs:
-        positions = {place: position for position, place in enumerate(events.with_logprobs)}
-        part.with_logprobs = [new for new, place in enumerate(places) if place in positions]
-        taken = [positions[places[new]] for new in part.with_logprobs]
-        part.logprobs.append(events.logprobs.columns().take(np.array(taken, np.int64)))
+    if logged := events.with_logprobs:
+        # Not a table of all positions, since one batch may be split into many parts.
+        positions = [bisect_left(logged, place) for place in places]
+        found = [new for new, position in enumerate(positions) if logged[position : position + 1] == [places[new]]]
+        part.with_logprobs = found
+        taken = np.array([positions[new] for new in found], np.int64)
+        part.logprobs.append(events.logprobs.columns().take(taken))
     return part
 
 
@@ -259,7 +244,8 @@ class History:
             if index not in held.ended:
                 self.add_tokens(events, handle, index, held.num_tokens.get(index, 0))
         self.add_ends(events, handle, held.ended)
-        return events, self.prompt_logprobs_since(held.end_of_prompt_logprobs, handle)
+        entries = [entry.since(held.end_of_prompt_logprobs) for entry in self._prompt_logprobs]
+        return events, [replace(entry, handle=handle) for entry in entries if entry is not None]
 
     def indices(self) -> list[int]:
         """The sequences that have tokens here."""
@@ -289,10 +275,6 @@ class History:
         ends = [end for index, end in sorted(self._ends.items()) if index not in ended]
         for end in (*ends, *self._completed, *self._failed):
             add_end(events, end, handle)
-
-    def prompt_logprobs_since(self, position: int, handle: Handle) -> list[PromptLogprobs]:
-        entries = [entry.since(position) for entry in self._prompt_logprobs]
-        return [replace(entry, handle=handle) for entry in entries if entry is not None]
 
 
 class Replay:

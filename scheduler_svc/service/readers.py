@@ -8,11 +8,14 @@ from asyncio import TimerHandle, get_running_loop
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from scheduler_svc.core.request import Handle, RequestKey
+from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents
-from scheduler_svc.service.durable import Durable
 from scheduler_svc.service.history import History, PromptLogprobs, add_end, ends_of, select, split_by_request
 from scheduler_svc.service.outbox import Outbox
+
+MAX_GROWTH = 1024
+"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond its present ones.
+Tokens beyond the reserved ones are kept too, and leave less room for new requests."""
 
 CallLater = Callable[[float, Callable[[], object]], TimerHandle]
 
@@ -45,6 +48,32 @@ class Reader:
     def request(self) -> "OwnedRequest | None":
         """The request that has this handle on the stream."""
         return self.connection.reads.get(self.handle)
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """The original submission of a durable request, and its charge in tokens. A log probability counts as a token."""
+
+    description: bytes
+    prompt_charge: int
+    charge_per_token: int
+    num_sequences: int
+    max_tokens: int
+    """The max_tokens of each sequence."""
+
+    @classmethod
+    def from_request(cls, request: Request, description: bytes) -> "Durable":
+        sampling = request.sampling
+        per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
+        per_token = 1 if sampling.logprobs is None else 2 + sampling.logprobs
+        prompt_charge = len(request.prompt) * per_prompt
+        return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
+
+    def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
+        """The tokens that count: these output tokens, and while it runs the tokens that may soon follow."""
+        growth = 0 if is_over else self.num_sequences * MAX_GROWTH
+        num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
+        return self.prompt_charge + num_tokens * self.charge_per_token
 
 
 @dataclass(slots=True, eq=False)

@@ -18,11 +18,10 @@ from quire.runtime.failpoint import failpoint
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
-from scheduler_svc.service.durable import Durable, DurableLimits, DurableRoom
-from scheduler_svc.service.ended_requests import EndedRequests, cancelled_by_id
 from scheduler_svc.service.history import Held, PromptLogprobs, Replay, SequenceProgress, split_by_request
+from scheduler_svc.service.kept_requests import DurableLimits, DurableRoom, EndedRequests, cancelled_by_id
 from scheduler_svc.service.outbox import Readiness
-from scheduler_svc.service.readers import CallLater, Connection, Delivery, OwnedRequest, Reader, call_later
+from scheduler_svc.service.readers import CallLater, Connection, Delivery, Durable, OwnedRequest, Reader, call_later
 
 _logger = logging.getLogger(__name__)
 

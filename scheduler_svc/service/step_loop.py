@@ -38,6 +38,8 @@ from scheduler_svc.service.worker_messages import (
     PromptLogprobsRouter,
     StepAnswer,
     TierChanged,
+    prepare_message,
+    step_message,
 )
 from scheduler_svc.settings import SchedulerSettings
 
@@ -244,13 +246,13 @@ class StepLoop:
                 if self.watchers.are_any:
                     self.watchers.planned(scheduler, plan, started, planned)
                 failpoint("scheduler.step.before_send")
-                await link.send(plan)
+                await link.write(step_message(plan, self.replica.epoch, link.info.worker_generation))
                 self.trace.planned(plan, started, planned)
                 self.trace.part("send", plan.step_id, planned, clock.monotonic())
             for preparation in scheduler.take_preparations():
                 pending = self._preparations if preparation.arriving is None else self._moves
                 pending.record_sent(preparation.number, clock.monotonic())
-                await link.prepare(preparation)
+                await link.write(prepare_message(preparation))
             await self._send_offers(link)
             # A lease may have expired.
             self.lifecycle.update_busy()

@@ -1,6 +1,7 @@
 """Messages to watchers: the core's view as messages of quire.scheduler.v1."""
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +12,6 @@ from quire.messages.arrays import encode_int32
 from quire.rpc.errors import Unavailable, invalid_field
 from quire.runtime import clock
 from quire.scheduler.v1 import scheduler_pb2
-from scheduler_svc.core.admission import Obstacle
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
@@ -24,24 +24,12 @@ from scheduler_svc.core.view import Changes, Preempted, SequenceNumber, owners, 
 Frame = scheduler_pb2.WatchResponse
 StepNote = scheduler_pb2.StepNote
 StepAnswer = scheduler_pb2.StepAnswer
+ReplicaNumbers = scheduler_pb2.ReplicaNumbers
+MemoryChanges = scheduler_pb2.MemoryChanges
 
 _MAX_WAITING = 32
 _NAME_BYTES = 8
 _NO_NAME = bytes(_NAME_BYTES)
-_REASONS = {
-    Obstacle.NEXT_STEP: scheduler_pb2.WAIT_REASON_NEXT_STEP,
-    Obstacle.ROWS: scheduler_pb2.WAIT_REASON_ROWS,
-    Obstacle.BLOCKS: scheduler_pb2.WAIT_REASON_BLOCKS,
-    Obstacle.TOKENS: scheduler_pb2.WAIT_REASON_TOKENS,
-    Obstacle.BEHIND: scheduler_pb2.WAIT_REASON_BEHIND,
-    Obstacle.SWAPPED_FIRST: scheduler_pb2.WAIT_REASON_SWAPPED_FIRST,
-    Obstacle.PREEMPTION: scheduler_pb2.WAIT_REASON_PREEMPTION,
-    Obstacle.CONSTRAINT: scheduler_pb2.WAIT_REASON_CONSTRAINT,
-    Obstacle.ADAPTER: scheduler_pb2.WAIT_REASON_ADAPTER,
-    Obstacle.MOVED_BLOCKS: scheduler_pb2.WAIT_REASON_MOVED_BLOCKS,
-    Obstacle.SHARED_PREFIX: scheduler_pb2.WAIT_REASON_SHARED_PREFIX,
-    Obstacle.SUSPECTS: scheduler_pb2.WAIT_REASON_SUSPECTS,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +48,6 @@ class ReplicaNow:
     """The median and the 95th percentile over the requests that ended in the last minute."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Sums since the first of the present watchers came."""
-
-    steps: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    completed: int = 0
-    failed: int = 0
-
-
 class StepRecord(NamedTuple):
     """A planned step: the start and end of planning, in seconds, and the number of preemptions so far. A tuple, since
     each step makes one."""
@@ -81,32 +58,6 @@ class StepRecord(NamedTuple):
     num_preemptions: int
 
 
-class Answer(NamedTuple):
-    """An answered step, and the seconds from its plan to its result."""
-
-    step_id: int
-    seconds: float
-
-
-class Event(NamedTuple):
-    """A MemoryEvent with its operands."""
-
-    kind: int
-    step_id: int
-    first: int
-    second: int
-
-
-class Events(NamedTuple):
-    """The latest events of blocks, and the number of older ones that were left out."""
-
-    kept: SequenceOf[Event]
-    num_lost: int
-
-
-NO_EVENTS = Events((), 0)
-
-
 class Fork(NamedTuple):
     """A sequence that shares the blocks of another from this step on."""
 
@@ -115,21 +66,36 @@ class Fork(NamedTuple):
     child: Sequence
 
 
-def num_moves(plan: StepPlan) -> int:
-    """The number of blocks that a step copies or moves."""
-    return len(plan.swap_out) + len(plan.swap_in) + len(plan.copy)
-
-
-def moves_of(plan: StepPlan, count: int) -> Iterator[Event]:
-    """The blocks that a step copies or moves: the last `count` of each kind."""
-    moves = (
-        (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
-        (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
-        (scheduler_pb2.MEMORY_EVENT_COPY, plan.copy),
+def block_events(
+    plans: Iterable[StepPlan],
+    forks: SequenceOf[Fork],
+    preempted: SequenceOf[Preempted],
+    number_of: Callable[[Sequence], int | None],
+    max_events: int,
+) -> MemoryChanges:
+    """The latest events of blocks, and the number of older ones that were left out. `number_of` returns the number of a
+    sequence that was seen. Preemptions have no step: they are between two steps, or while one was planned."""
+    kept: deque[tuple[int, int, int, int]] = deque(maxlen=max_events)
+    count = len(forks) + len(preempted)
+    for plan in plans:
+        for kind, pairs in (
+            (scheduler_pb2.MEMORY_EVENT_SWAP_OUT, plan.swap_out),
+            (scheduler_pb2.MEMORY_EVENT_SWAP_IN, plan.swap_in),
+            (scheduler_pb2.MEMORY_EVENT_COPY, plan.copy),
+        ):
+            count += len(pairs)
+            kept.extend((kind, plan.step_id, source, target) for source, target in pairs[-max_events:].tolist())
+    for fork in forks:
+        parent, child = number_of(fork.parent), number_of(fork.child)
+        if parent is None or child is None:
+            # A child that has ended already held nothing that the view saw.
+            count -= 1
+        else:
+            kept.append((scheduler_pb2.MEMORY_EVENT_FORK, fork.step_id, parent, child))
+    kept.extend((scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, each.number, int(each.is_swapped)) for each in preempted)
+    return MemoryChanges(
+        events=encode_int32([number for event in kept for number in event]), lost_events=count - len(kept)
     )
-    for kind, pairs in moves:
-        for source, destination in pairs[-count:].tolist() if len(pairs) else ():
-            yield Event(kind, plan.step_id, source, destination)
 
 
 def add_queues(message: scheduler_pb2.GetStateResponse | scheduler_pb2.ReplicaNumbers, scheduler: Scheduler) -> None:
@@ -160,30 +126,16 @@ def _pool_message(pool: PrefixIndex, num_pinned: int = 0) -> scheduler_pb2.PoolS
     )
 
 
-def fork_event(step_id: int, parent: int, child: int) -> Event:
-    """A fork, by the numbers of the two sequences."""
-    return Event(scheduler_pb2.MEMORY_EVENT_FORK, step_id, parent, child)
-
-
-def preempt_event(preempted: Preempted) -> Event:
-    """A preemption, between two steps or while one was planned."""
-    return Event(scheduler_pb2.MEMORY_EVENT_PREEMPT, 0, preempted.number, int(preempted.is_swapped))
-
-
-def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler_pb2.ReplicaNumbers:
-    """Counters, queues and pools."""
-    message = scheduler_pb2.ReplicaNumbers(
+def numbers(replica: ReplicaNow, counts: ReplicaNumbers, num_watchers: int) -> ReplicaNumbers:
+    """Counters, queues and pools, in addition to the sums in `counts`."""
+    message = ReplicaNumbers(
         ready=replica.is_ready,
         draining=replica.is_draining,
         scheduler_epoch=replica.epoch,
         connected_gateways=replica.num_gateways,
         watchers=num_watchers,
-        steps=counts.steps,
-        computed_tokens=counts.computed_tokens,
-        generated_tokens=counts.generated_tokens,
-        completed_requests=counts.completed,
-        failed_requests=counts.failed,
     )
+    message.MergeFrom(counts)
     if replica.first_token_ms is not None:
         message.first_token_ms_p50, message.first_token_ms_p95 = replica.first_token_ms
     scheduler = replica.scheduler
@@ -212,16 +164,14 @@ def numbers(replica: ReplicaNow, counts: Counts, num_watchers: int) -> scheduler
 
 def frame(
     replica: ReplicaNow,
-    its_numbers: scheduler_pb2.ReplicaNumbers,
+    its_numbers: ReplicaNumbers,
     notes: Iterable[StepNote],
-    answers: Iterable[Answer],
+    answers: Iterable[StepAnswer],
     ended: Iterable[Usage],
     now: float,
-) -> scheduler_pb2.WatchResponse:
+) -> Frame:
     """All of a frame except memory. `now` is in the clock of the core's timelines."""
-    message = scheduler_pb2.WatchResponse(unix_seconds=clock.unix_s(), numbers=its_numbers)
-    message.steps.extend(notes)
-    message.answers.extend(StepAnswer(step_id=each.step_id, total_us=round(each.seconds * 1e6)) for each in answers)
+    message = Frame(unix_seconds=clock.unix_s(), numbers=its_numbers, steps=notes, answers=answers)
     message.ended.extend(
         scheduler_pb2.EndedRequest(
             prompt_tokens=each.prompt_tokens,
@@ -268,7 +218,7 @@ def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) ->
             waited_ms=max(0, round((now - group.timeline.arrived) * 1e3)),
             preemptions=group.preemptions,
             is_swapped=any(each.status is SequenceStatus.SWAPPED for each in group.unfinished),
-            reason=_REASONS[obstacle] if is_attached else scheduler_pb2.WAIT_REASON_NO_WORKER,
+            reason=f"WAIT_REASON_{obstacle.name if is_attached else 'NO_WORKER'}",
         )
 
 
@@ -277,9 +227,9 @@ def present_of(frame: Frame) -> Frame:
     return Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
 
 
-def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
-    """Changes of block tables and names, and events of blocks."""
-    return scheduler_pb2.MemoryChanges(
+def with_memory(frame: Frame, changes: Changes, events: MemoryChanges) -> Frame:
+    """The frame with changes of block tables and names, and events of blocks."""
+    memory = MemoryChanges(
         sequences=map(_sequence_message, changes.new),
         gone=encode_int32(changes.gone),
         progress=encode_int32(changes.progress),
@@ -288,9 +238,11 @@ def memory(changes: Changes, events: Events) -> scheduler_pb2.MemoryChanges:
         named=encode_int32([block for block, _ in changes.names]),
         names=b"".join(_NO_NAME if name is None else name[:_NAME_BYTES] for _, name in changes.names),
         pins=encode_int32(changes.pins),
-        events=encode_int32([number for event in events.kept for number in event]),
-        lost_events=events.num_lost,
     )
+    memory.MergeFrom(events)
+    made = Frame(memory=memory)
+    made.MergeFrom(frame)
+    return made
 
 
 def _sequence_message(numbered: SequenceNumber) -> scheduler_pb2.WatchedSequence:

@@ -20,17 +20,15 @@ from quire.rpc.errors import ResourceExhausted
 from quire.runtime import clock
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
-from scheduler_svc.core.view import Changes, Look, Picture, View
+from scheduler_svc.core.view import Look, Picture, View
 from scheduler_svc.service import watch_messages
 from scheduler_svc.service.watch_messages import (
-    NO_EVENTS,
-    Answer,
-    Counts,
-    Event,
-    Events,
     Fork,
     Frame,
+    MemoryChanges,
     ReplicaNow,
+    ReplicaNumbers,
+    StepAnswer,
     StepNote,
     StepRecord,
 )
@@ -85,9 +83,10 @@ class Watchers:
     def _forget(self) -> None:
         """Drops all state: there are no watchers."""
         self._view = View()
-        self._counts = Counts()
+        # Sums since the first of the present watchers came.
+        self._counts = ReplicaNumbers()
         self._plans: deque[StepRecord] = deque(maxlen=_MAX_STEPS)
-        self._answers: deque[Answer] = deque(maxlen=_MAX_STEPS)
+        self._answers: deque[StepAnswer] = deque(maxlen=_MAX_STEPS)
         self._forks: deque[Fork] = deque(maxlen=_MAX_FORKS)
         self._ended: deque[Usage] = deque(maxlen=_MAX_ENDED)
         self._num_preempted: int | None = None
@@ -117,13 +116,13 @@ class Watchers:
 
     def answered(self, step_id: int, seconds: float) -> None:
         """The workers answered a step, `seconds` after it was planned."""
-        self._answers.append(Answer(step_id, seconds))
+        self._answers.append(StepAnswer(step_id=step_id, total_us=round(seconds * 1e6)))
 
     def delivered(self, events: ClientEvents) -> None:
         """Events of requests were handed to gateways."""
         self._counts.generated_tokens += len(events.token_ids)
-        self._counts.completed += len(events.completed)
-        self._counts.failed += len(events.failed)
+        self._counts.completed_requests += len(events.completed)
+        self._counts.failed_requests += len(events.failed)
         self._ended.extend(end.usage for end in events.completed)
 
     # Watchers
@@ -201,7 +200,10 @@ class Watchers:
         whole = Frame(is_whole=True)
         whole.MergeFrom(frame)
         changed: Frame | None = None
-        events = NO_EVENTS if seen is None else self._events(seen)
+        events = MemoryChanges()
+        if seen is not None:
+            plans = (record.plan for record in self._plans)
+            events = watch_messages.block_events(plans, self._forks, seen.preempted, self._view.number_of, _MAX_EVENTS)
         picture = self._view.picture()
         for watcher in self._watchers:
             needs_all, watcher.needs_all = watcher.needs_all, False
@@ -210,24 +212,24 @@ class Watchers:
             elif needs_all or seen.changes is None:
                 watcher.put(self._parts(picture, frame, events))
             else:
-                changed = changed or _with_memory(frame, seen.changes, events)
+                changed = changed or watch_messages.with_memory(frame, seen.changes, events)
                 watcher.put((changed,))
 
-    def _parts(self, picture: Picture, frame: Frame, events: Events) -> Iterator[Frame]:
+    def _parts(self, picture: Picture, frame: Frame, events: MemoryChanges) -> Iterator[Frame]:
         """The whole state, as frames that are made one by one. Events are in the first one."""
         started = clock.thread_time()
         parts = picture.parts()
         part = next(parts)
         while True:
             following = next(parts, None)
-            made = _with_memory(frame, part, events)
+            made = watch_messages.with_memory(frame, part, events)
             made.is_whole, made.more_follows = part.is_whole, following is not None
             self._parts_s += clock.thread_time() - started
             yield made
             if following is None:
                 return
             started = clock.thread_time()
-            frame, part, events = watch_messages.present_of(frame), following, NO_EVENTS
+            frame, part, events = watch_messages.present_of(frame), following, MemoryChanges()
 
     def _notes(self, now: float) -> list[StepNote]:
         """The decisions of the new plans."""
@@ -239,29 +241,6 @@ class Watchers:
             self._num_preempted = record.num_preemptions
         return notes
 
-    def _events(self, seen: Look) -> Events:
-        """Events of blocks in the new steps and since the last frame."""
-        kept: deque[Event] = deque(maxlen=_MAX_EVENTS)
-        count = len(self._forks) + len(seen.preempted)
-        for record in self._plans:
-            count += watch_messages.num_moves(record.plan)
-            kept.extend(watch_messages.moves_of(record.plan, _MAX_EVENTS))
-        for fork in self._forks:
-            parent, child = self._view.number_of(fork.parent), self._view.number_of(fork.child)
-            if parent is None or child is None:
-                # A child that has ended already held nothing that the view saw.
-                count -= 1
-            else:
-                kept.append(watch_messages.fork_event(fork.step_id, parent, child))
-        kept.extend(map(watch_messages.preempt_event, seen.preempted))
-        return Events(list(kept), count - len(kept))
-
     def _clear(self) -> None:
         for each in (self._plans, self._answers, self._forks, self._ended):
             each.clear()
-
-
-def _with_memory(frame: Frame, changes: Changes, events: Events) -> Frame:
-    made = Frame(memory=watch_messages.memory(changes, events))
-    made.MergeFrom(frame)
-    return made

@@ -1,7 +1,6 @@
 """The step streams to the workers of a replica: to one worker, or to a group of ranks that is driven as one."""
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +8,6 @@ from dataclasses import replace
 import grpc
 import grpc.aio
 
-from quire.messages.prefix_hashes import BlockHash
 from quire.model_files.progress import LoadProgress
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import FailedPrecondition, InvalidArgument, QuireError, Unavailable, from_rpc_error
@@ -20,23 +18,17 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import check_model
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from scheduler_svc.core.moves import CommonTier, KvSource
-from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.preparation import Preparation
-from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service.worker_messages import (
     Fetched,
     Prepared,
     RankPlace,
-    ReplicaInfo,
     StepAnswer,
     TierChanged,
     WorkerAnswer,
     answer_from,
     attach_message,
-    prepare_message,
     replica_info,
     sealed_blocks,
-    step_message,
 )
 
 _RUN = "/quire.worker.v1.WorkerService/Run"
@@ -124,51 +116,21 @@ class RanksDisagreeError(WorkerFaultyError):
         return str(self)
 
 
-class Workers(ABC):
-    """The attached workers of a replica. Steps go out in order, results come back in the same order.
+class WorkerLink:
+    """The link to one worker, made by `attach`. Orders go out in order, steps are answered in the same order.
 
     Attributes:
-        info: The workers' properties.
-        address: Their addresses, for messages.
-        epoch: The epoch that they were attached under.
-        sealed: The blocks that all of them held as final when they were attached.
-        kv_source: Where other replicas find their blocks, without a lease.
+        info: The worker's properties.
+        address: Its address, for messages.
+        sealed: The blocks that it held as final when it was attached.
+        kv_source: Where other replicas find its blocks, without a lease.
+        place: Its rank, and the number of ranks.
     """
-
-    info: ReplicaInfo
-    address: str
-    epoch: int
-    sealed: list[tuple[BlockId, BlockHash]]
-    kv_source: KvSource
-
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a step. Raises WorkerLostError."""
-        await self.write(step_message(plan, self.epoch, self.info.worker_generation))
-
-    async def prepare(self, preparation: Preparation) -> None:
-        """Orders the workers to compile a constraint, load an adapter, or fetch blocks. Raises WorkerLostError."""
-        await self.write(prepare_message(preparation))
-
-    @abstractmethod
-    async def write(self, message: bytes) -> None:
-        """Sends a serialized message. Raises WorkerLostError."""
-
-    @abstractmethod
-    async def receive(self) -> WorkerAnswer | None:
-        """The next answer, or None for a heartbeat. Raises WorkerLostError."""
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-
-class WorkerLink(Workers):
-    """The link to one worker, made by `attach`. `place` is its rank, and the number of ranks."""
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         call: grpc.aio.StreamStreamCall,
-        epoch: int,
         attached: worker_pb2.Attached,
         address: str,
     ) -> None:
@@ -177,7 +139,6 @@ class WorkerLink(Workers):
         self.sealed = sealed_blocks(attached)
         self.kv_source = KvSource(attached.info.kv_namespace, (attached.info.transfer_endpoint or address,))
         self.address = address
-        self.epoch = epoch
         self._channel = channel
         self._call = call
         self._num_received = 0
@@ -197,7 +158,7 @@ class WorkerLink(Workers):
             await asyncio.wait([handshake], timeout=timeout_s)
             if not handshake.done():
                 raise WorkerLostError(f"worker {address} did not answer Attach within {timeout_s:.0f} s")
-            return cls(channel, call, epoch, handshake.result(), address)
+            return cls(channel, call, handshake.result(), address)
         except BaseException as error:
             call.cancel()
             await channel.close()
@@ -209,12 +170,14 @@ class WorkerLink(Workers):
             raise
 
     async def write(self, message: bytes) -> None:
+        """Sends a serialized order. Raises WorkerLostError."""
         try:
             await self._call.write(message)
         except _CALL_ERRORS as error:
             raise WorkerLostError(f"worker {self.address} left: {_describe(error)}") from error
 
     async def receive(self) -> WorkerAnswer | None:
+        """The next answer, or None for a heartbeat. Raises WorkerLostError."""
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -249,12 +212,12 @@ class WorkerLink(Workers):
         self._call.cancel()
 
 
-class WorkerGroup(Workers):
-    """The links to several ranks, driven as one. Each rank gets the same bytes of every step. The answer of rank 0
-    counts once all ranks have answered. The group is lost with any of its ranks.
-    """
+class WorkerGroup:
+    """The links to several ranks, driven as one, with the attributes of a link to one worker. Each rank gets the same
+    bytes of every order. The answer of rank 0 counts once all ranks have answered. The group is lost with any of its
+    ranks."""
 
-    def __init__(self, links: Sequence[WorkerLink], epoch: int) -> None:
+    def __init__(self, links: Sequence[WorkerLink]) -> None:
         first, *others = self._links = tuple(links)
         self.info = first.info
         self.address = ", ".join(link.address for link in links)
@@ -267,7 +230,6 @@ class WorkerGroup(Workers):
             first.kv_source.kv_namespace if len(namespaces) == 1 else "",
             tuple(endpoint for source in sources for endpoint in source.endpoints),
         )
-        self.epoch = epoch
         self._answers: asyncio.Queue[tuple[int, WorkerAnswer | Exception | None]] = asyncio.Queue()
         # For each rank, its answers to steps that not all ranks have answered.
         self._unmatched: list[deque[StepAnswer]] = [deque() for _ in links]
@@ -348,6 +310,10 @@ class WorkerGroup(Workers):
                 return
 
 
+Workers = WorkerLink | WorkerGroup
+"""The attached workers of a replica."""
+
+
 async def attach_workers(
     addresses: Sequence[str], epoch: int, timeout_s: float, tls: TlsIdentity | None = None
 ) -> Workers:
@@ -373,7 +339,7 @@ async def attach_workers(
         outcomes = await asyncio.gather(*attaching, return_exceptions=True)
         await asyncio.gather(*(outcome.close() for outcome in outcomes if isinstance(outcome, WorkerLink)))
         raise
-    return links[0] if len(links) == 1 else WorkerGroup(links, epoch)
+    return links[0] if len(links) == 1 else WorkerGroup(links)
 
 
 async def release_memory(

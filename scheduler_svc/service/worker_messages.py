@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -235,28 +235,18 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         value = getattr(getattr(info, part), field)
         if not minimum <= value <= maximum:
             raise invalid_field(f"info.{name}", f"is {value}; a scheduler works with {minimum} to {maximum}")
+    values: dict[str, Any] = {
+        name: getattr(part, name)
+        for part in (info.pool, info.model, info.limits)
+        for name in part.DESCRIPTOR.fields_by_name
+        if name in ReplicaInfo.__slots__
+    }
+    values["max_passes"] = info.limits.max_passes or 1
     return ReplicaInfo(
+        **values,
         worker_generation=info.worker_generation,
-        block_size=info.pool.block_size,
-        num_gpu_blocks=info.pool.num_gpu_blocks,
-        num_host_blocks=info.pool.num_host_blocks,
-        architecture=info.model.architecture,
-        dtype=info.model.dtype,
-        vocab_size=info.model.vocab_size,
-        max_model_len=info.model.max_model_len,
-        max_num_rows=info.limits.max_num_rows,
-        max_num_batched_tokens=info.limits.max_num_batched_tokens,
-        max_steps_in_flight=info.limits.max_steps_in_flight,
-        max_logprobs=info.limits.max_logprobs,
         fingerprint=ModelFingerprint.of(info.fingerprint),
         prepares_constraints=theirs.newest >= PREPARES_CONSTRAINTS,
-        device=info.model.device,
-        device_name=info.model.device_name,
-        max_adapters=info.limits.max_adapters,
-        max_drafts=info.limits.max_drafts,
-        fixed_tokens=info.limits.fixed_tokens,
-        max_passes=info.limits.max_passes or 1,
-        block_bytes=info.pool.block_bytes,
     )
 
 

@@ -3,7 +3,7 @@
 import time
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.kept_requests import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.step_loop import StepLoop

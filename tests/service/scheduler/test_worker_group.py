@@ -20,7 +20,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import step_loop, worker_link
 from scheduler_svc.service.worker_link import WorkerLink, WorkerLostError, Workers, attach_workers
-from scheduler_svc.service.worker_messages import Prepared, StepAnswer
+from scheduler_svc.service.worker_messages import Prepared, StepAnswer, prepare_message, step_message
 from tests.support.core_driver import make_config, make_request
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.scheduler_process import GatewayStream, attached_scheduler, expected_tokens, make_submit
@@ -80,7 +80,7 @@ async def test_a_step_is_serialized_once_and_answered_when_all_ranks_have_it(mon
 
         monkeypatch.setattr(WorkerLink, "write", write_late_to_the_second)
         plan = make_plan()
-        sending = asyncio.create_task(link.send(plan))
+        sending = asyncio.create_task(link.write(step_message(plan, 1, link.info.worker_generation)))
         # The first rank has answered long before, since its heartbeats come.
         assert [await link.receive() for _ in range(6)] == [None] * 6
         late.set()
@@ -152,8 +152,8 @@ async def test_ranks_are_attached_as_one_and_a_constraint_is_prepared_when_all_h
         attached(first, second) as link,
     ):
         assert (link.info.worker_generation, link.info.fingerprint.weights) == (5, "w1")
-        await link.prepare(Preparation(3, Constraint(b"")))
-        await link.prepare(Preparation(4, Constraint(b"")))
+        await link.write(prepare_message(Preparation(3, Constraint(b""))))
+        await link.write(prepare_message(Preparation(4, Constraint(b""))))
         numbers: list[int] = []
         async with asyncio.timeout(30):
             while len(numbers) < 2:

@@ -26,7 +26,7 @@ _LOWEST: dict[str, int] = {
     "scheduler_svc.core.arrivals._MAX_EXPIRED": 1,
     "scheduler_svc.service.outbox.MAX_SIZE": 8,
     "scheduler_svc.service.history._REPLAYED_AT_ONCE": 4,
-    "scheduler_svc.service.ended_requests.MAX_UNDELIVERED": 20,
+    "scheduler_svc.service.kept_requests.MAX_UNDELIVERED": 20,
     "scheduler_svc.core.preparation.NUM_KEPT": 1,
 }
 

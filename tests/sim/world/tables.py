@@ -31,13 +31,14 @@ KEPT: dict[str, str] = {
     "one entry for each block, and what is cached in it": """
         BlockFile._free BlockFile._slots CacheLog.unread CachedBlocks._blocks CachedBlocks._on_disk
         CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._cached PrefixIndex._changes PrefixIndex._found
-        PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts Tier._by_slot Tier._slots _Restored.hashes""",
+        PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts RecordedScheduler.restored
+        Tier._by_slot Tier._slots""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled
         FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap
         Preparations._compiled PromptLogprobsRouter._reporting RetryAdvisor._ends
-        Served._first_tokens StepDraft._release Trials._need_losses _StopTable._known""",
+        Served._first_tokens StepDraft._release Trials._need_losses""",
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
     "clients of HTTP keep their connections": """

@@ -11,7 +11,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.replicas.replica_set import Replicas
 from gateway.vllm_metrics import VllmMetrics
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.durable import DurableLimits
+from scheduler_svc.service.kept_requests import DurableLimits
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.requests import Requests
 from tests.support.core_driver import make_config

@@ -9,7 +9,7 @@ import pytest
 from quire.service.histograms import OTHER_TENANTS
 from scheduler_svc.core.request import Handle
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
-from scheduler_svc.service.durable import DurableLimits, DurableRoom
+from scheduler_svc.service.kept_requests import DurableLimits, DurableRoom
 from scheduler_svc.service.metrics import SchedulerMetrics, Served
 from scheduler_svc.service.requests import GATEWAYS, Requests
 from tests.support.core_driver import Driver, make_config, make_request

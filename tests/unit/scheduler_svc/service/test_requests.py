@@ -19,12 +19,11 @@ from scheduler_svc.core.request import EmittedSequence, Handle, Request, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
-from scheduler_svc.service import ended_requests
-from scheduler_svc.service.durable import MAX_GROWTH, DurableLimits
-from scheduler_svc.service.ended_requests import MAX_CANCELLED
+from scheduler_svc.service import kept_requests
 from scheduler_svc.service.history import Held, PromptLogprobs, SequenceProgress
+from scheduler_svc.service.kept_requests import MAX_CANCELLED, DurableLimits
 from scheduler_svc.service.outbox import Outgoing
-from scheduler_svc.service.readers import Connection, OwnedRequest, Reader
+from scheduler_svc.service.readers import MAX_GROWTH, Connection, OwnedRequest, Reader
 from scheduler_svc.service.requests import Requests
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
@@ -242,7 +241,7 @@ def test_a_stop_string_that_ends_a_request_leaves_its_reader_what_it_lacks_of_ot
 
 
 def test_of_what_ended_unread_only_so_much_is_kept_and_the_oldest_goes_first(bench, monkeypatch):
-    monkeypatch.setattr(ended_requests, "MAX_UNDELIVERED", 5)
+    monkeypatch.setattr(kept_requests, "MAX_UNDELIVERED", 5)
     first = bench.connect()
     owned = [bench.admit(make_request(handle), first) for handle in range(4)]
     bench.requests.close(first)

@@ -10,8 +10,8 @@ import pytest
 
 from quire.rpc.errors import Unavailable
 from quire.rpc.patience import LAST_LOOK_S
+from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan
 from scheduler_svc.service import replica, worker_link
 from scheduler_svc.service.metrics import SchedulerMetrics
 from scheduler_svc.service.refusals import RetryAdvisor
@@ -64,18 +64,18 @@ async def test_an_abort_has_the_next_step_planned(loop):
 class Link:
     """The link to a worker that takes two steps at once. While a step is sent, a request leaves."""
 
-    address, info = "w:1", SimpleNamespace(max_steps_in_flight=2)
+    address, info = "w:1", SimpleNamespace(max_steps_in_flight=2, worker_generation=1)
 
     def __init__(self, loop: StepLoop) -> None:
         self.sent: list[object] = []
         self._loop = loop
 
-    async def write(self, offer: bytes) -> None:
-        self.sent.append(offer)
-
-    async def send(self, plan: StepPlan) -> None:
-        self.sent.append(plan.step_id)
-        self._loop.replica.unsent_offers.append(b"another offer")
+    async def write(self, order: bytes) -> None:
+        if order.endswith(b"offer"):
+            self.sent.append(order)
+        else:
+            self.sent.append(worker_pb2.RunRequest.FromString(order).step.step_id)
+            self._loop.replica.unsent_offers.append(b"another offer")
 
 
 async def test_what_is_offered_is_told_before_a_step_that_may_take_its_room(loop):

@@ -1,55 +1,28 @@
-"""The limits on kept durable requests, and the part of them that each request takes."""
+"""Requests that are kept: durable ones, with the limits on them, and the memory of requests that have ended or left."""
 
+from asyncio import TimerHandle
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from typing import Protocol
 
-from quire.rpc.errors import ResourceExhausted
-from scheduler_svc.core.request import Handle, QueueFullError, Request, check_shared_bound
+from quire.rpc.errors import Cancelled, ResourceExhausted, Unavailable
+from scheduler_svc.core.request import Handle, QueueFullError, check_shared_bound
+from scheduler_svc.service.readers import CallLater, OwnedRequest
 
-MAX_GROWTH = 1024
-"""Output tokens for which room is reserved, for each sequence of a running durable request, beyond its present ones.
-Tokens beyond the reserved ones are kept too, and leave less room for new requests."""
+MAX_CANCELLED = 1024
+"""Maximum number of cancelled requests that are remembered."""
+
+MOVED_S = 1.0
+"""Seconds for which the id of a request that left is known: its gateway is about to submit it to another scheduler."""
+
+MAX_UNDELIVERED = 2_000_000
+"""Maximum tokens and log probabilities that are kept of plain requests that ended without a reader."""
 
 _RETRY_MS = 1000
 """A caller that was refused for the limits on durable requests may retry after this time."""
 
-
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """The original submission of a durable request, and its charge in tokens. A log probability counts as a token."""
-
-    description: bytes
-    prompt_charge: int
-    charge_per_token: int
-    num_sequences: int
-    max_tokens: int
-    """The max_tokens of each sequence."""
-
-    @classmethod
-    def from_request(cls, request: Request, description: bytes) -> "Durable":
-        sampling = request.sampling
-        per_prompt = 1 if sampling.prompt_logprobs is None else 2 + sampling.prompt_logprobs
-        per_token = 1 if sampling.logprobs is None else 2 + sampling.logprobs
-        prompt_charge = len(request.prompt) * per_prompt
-        return cls(description, prompt_charge, per_token, request.num_returned, request.max_tokens)
-
-    def charge(self, num_output_tokens: int, *, is_over: bool) -> int:
-        """The tokens that count: these output tokens, and while it runs the tokens that may soon follow."""
-        growth = 0 if is_over else self.num_sequences * MAX_GROWTH
-        num_tokens = min(num_output_tokens + growth, self.num_sequences * self.max_tokens)
-        return self.prompt_charge + num_tokens * self.charge_per_token
-
-
-class Charged(Protocol):
-    """The part of a durable request that the limits count."""
-
-    tenant: str
-    is_over: bool
-
-    @property
-    def charge(self) -> int: ...
+_MOVED_RETRY_MS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +41,7 @@ class DurableRoom:
 
     def __init__(self, limits: DurableLimits) -> None:
         self.limits = limits
-        self.requests: dict[Handle, Charged] = {}
+        self.requests: dict[Handle, OwnedRequest] = {}
         # By tenant: running requests and their charges; ended requests, oldest first, with their charges.
         self._num_running: Counter[str] = Counter()
         self._charge_running: Counter[str] = Counter()
@@ -81,7 +54,7 @@ class DurableRoom:
         the table, which may change meanwhile."""
         return sum(each.charge for each in list(self.requests.values()))
 
-    def add(self, handle: Handle, request: Charged) -> None:
+    def add(self, handle: Handle, request: OwnedRequest) -> None:
         self._sum_up()
         self.requests[handle] = request
         self._count(handle, request)
@@ -157,7 +130,7 @@ class DurableRoom:
                 self._count(handle, request)
             self._is_summed = True
 
-    def _count(self, handle: Handle, request: Charged) -> None:
+    def _count(self, handle: Handle, request: OwnedRequest) -> None:
         if request.is_over:
             self._over.setdefault(request.tenant, []).append((handle, request.charge))
         else:
@@ -167,3 +140,62 @@ class DurableRoom:
 
 def _durable_limit(message: str) -> ResourceExhausted:
     return ResourceExhausted(message, reason="DURABLE_LIMIT", retry_after_ms=_RETRY_MS)
+
+
+class EndedRequests:
+    """Cancelled requests, which their gateways may submit again; requests that have just left for another scheduler;
+    and the sizes of outputs that no reader got.
+
+    Attributes:
+        cancelled: Tenant, id and nonce of the newest cancelled requests.
+        undelivered: Sizes of the kept outputs of plain requests that ended without a reader, oldest first.
+    """
+
+    def __init__(self, call_later: CallLater) -> None:
+        self.cancelled: dict[tuple[str, str, int], None] = {}
+        self.undelivered: dict[Handle, int] = {}
+        self.undelivered_size = 0
+        self._call_later = call_later
+        self._moved: dict[tuple[str, str], TimerHandle] = {}
+
+    def record_cancelled(self, tenant: str, request_id: str, nonce: int) -> None:
+        self.cancelled[tenant, request_id, nonce] = None
+        if len(self.cancelled) > MAX_CANCELLED:
+            del self.cancelled[next(iter(self.cancelled))]
+
+    def check_not_cancelled(self, tenant: str, request_id: str, nonce: int) -> None:
+        """Raises Cancelled if the tenant has cancelled this request."""
+        if (tenant, request_id, nonce) in self.cancelled:
+            raise cancelled_by_id(request_id)
+
+    def record_moved(self, tenant: str, request_id: str) -> None:
+        name = tenant, request_id
+        if (timer := self._moved.get(name)) is not None:
+            timer.cancel()
+        self._moved[name] = self._call_later(MOVED_S, lambda: self._moved.pop(name, None))
+
+    def check_not_moved(self, tenant: str, request_id: str) -> None:
+        """Raises Unavailable if the request has just left: a caller that asks all schedulers would not find it until
+        the other one has it."""
+        if (tenant, request_id) in self._moved:
+            text = f'request "{request_id[:128]}" is on its way to another scheduler'
+            raise Unavailable(text, retry_after_ms=_MOVED_RETRY_MS)
+
+    def add_undelivered(self, handle: Handle, size: int) -> None:
+        """Counts the output of a request that ended without a reader."""
+        self.undelivered[handle] = size
+        self.undelivered_size += size
+
+    def remove_undelivered(self, handle: Handle) -> None:
+        """A reader got the output, or it was dropped. No effect if the request is not counted."""
+        self.undelivered_size -= self.undelivered.pop(handle, 0)
+
+    def oldest_above_limit(self) -> Iterator[Handle]:
+        """The oldest requests, until the rest is within the limit. The caller removes each."""
+        while self.undelivered_size > MAX_UNDELIVERED:
+            yield next(iter(self.undelivered))
+
+
+def cancelled_by_id(request_id: str) -> Cancelled:
+    """The error for readers of a request that its tenant has cancelled."""
+    return Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID")
