@@ -26,7 +26,7 @@ KEPT: dict[str, str] = {
         Replicas._replicas Replicas.links Requests._connections
         SchedulerCalls._links""",
     "a counter for each of few kinds": """
-        CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
+        CallCounts._counts DraftCounts.right_at HttpAnswers.counts HttpAnswers.durations ReplicaRecord.finished
         Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
         BlockFile._free BlockFile._slots CacheLog._unread CachedBlocks._blocks CachedBlocks._on_disk
