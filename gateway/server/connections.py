@@ -203,7 +203,7 @@ class HttpServer:
 
     Attributes:
         address: Where it listens, as HOST:PORT.
-        config, state, settings, places, bodies: What its connections share.
+        config, state, settings, places, bodies: Shared by its connections.
     """
 
     def __init__(

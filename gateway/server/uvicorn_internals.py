@@ -20,7 +20,7 @@ MAX_HEADER_LINES = 1024
 
 
 def make_config(app: ASGIApp, keep_alive_s: int) -> uvicorn.Config:
-    """What connections read; `keep_alive_s` is the time after which an idle connection is closed."""
+    """The settings of connections; `keep_alive_s` is the time after which an idle connection is closed."""
     # Warnings are about requests: any client could fill the log with them.
     logs: Any = {"log_config": None, "log_level": "error", "access_log": False}
     config = uvicorn.Config(app, http=H11Protocol, lifespan="off", ws="none", timeout_keep_alive=keep_alive_s, **logs)
