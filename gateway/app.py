@@ -147,7 +147,7 @@ class Gateway:
         # The maximum of one tenant. Without key files all callers are one tenant, which needs no maximum of its own.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
-        http = HttpServer(app, settings, bodies, metrics.count_refused_connection, tls.public)
+        http = HttpServer(app, settings, bodies, metrics.refused_connections.inc, tls.public)
         idle_calls = IdleCalls()
         interceptors: list[grpc.aio.ServerInterceptor] = [
             # The outermost interceptor comes first.
@@ -384,7 +384,7 @@ def _make_generator(
         tls=tls.inner,
         on_tokens=metrics.count_tokens,
         on_members=metrics.records.keep,
-        on_moved=metrics.count_move_from_prefill,
+        on_moved=metrics.moves_from_prefill.inc,
         resolver=resolver,
     )
     metrics.watch_schedulers(replicas.links, lambda: replicas.num_connected)
@@ -407,7 +407,7 @@ def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> A
     keys = KeyRing(
         settings.keys_files,
         entries_of(settings.api_keys),
-        on_reload_failure=metrics.count_keys_reload_failure,
+        on_reload_failure=metrics.keys_reload_failures.inc,
         on_refusal=metrics.count_refused_caller,
     )
     _logger.info("%d API keys are known", len(keys))

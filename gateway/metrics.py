@@ -7,11 +7,11 @@ its prompt and its earlier tokens do not count again.
 """
 
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -98,8 +98,7 @@ class ReplicaRecord:
         sequences, max_tokens: Parameters of a request.
         preemptions: Preemptions of a request.
         finished: Number of sequences that ended, by reason.
-        num_looked_up_tokens, num_cached_tokens, num_preemptions: Sums over the completed requests: prompt tokens,
-            cached prompt tokens, and preemptions.
+        num_cached_tokens: Cached prompt tokens of the completed requests.
         num_prompt_tokens: Prompt tokens of all requests that got a token, with any outcome.
         num_generated_tokens: All tokens that came, also for requests that did not complete, and the tokens of
             candidates that completed requests dropped.
@@ -121,10 +120,8 @@ class ReplicaRecord:
     max_tokens: Distribution = field(default_factory=_counts)
     preemptions: Distribution = field(default_factory=partial(Distribution, (0, 1, 2, 5, 10, 20, 50, 100)))
     finished: Tally[FinishReason] = field(default_factory=Tally[FinishReason])
-    num_looked_up_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    num_preemptions: int = 0
     num_generated_tokens: int = 0
 
     def add_tokens(self, arrivals: Arrivals) -> None:
@@ -133,8 +130,19 @@ class ReplicaRecord:
         if arrivals.gaps:
             self.inter_token.add_all(np.divide(arrivals.gaps, arrivals.gap_tokens), arrivals.gap_tokens)
 
-    def add_completed(self, live: LiveRequest, usage: Usage) -> None:
-        """Adds a request whose client has the whole answer."""
+    def add_request(self, live: LiveRequest, outcome: str, usage: Usage | None, seconds: float | None) -> None:
+        """Adds a request that is over. `usage` is None if it did not complete; then its running sequences count as
+        ended. `seconds` is its whole time; None for a resumed request, whose arrival time is not known here."""
+        if usage is None:
+            is_left = outcome in ("abandoned", "cancelled", "aborted")
+            # A durable request runs on without a reader.
+            if not (is_left and live.request.durable):
+                reason = FinishReason.CANCELLED if is_left else FinishReason.ERROR
+                ends = (stream.finished for stream in live.sequences)
+                self.finished.update(reason if end is None else end.reason for end in ends)
+            return
+        if seconds is not None:
+            self.whole.add(seconds)
         lengths = [len(stream.token_ids) for stream in live.sequences]
         prefill_s, decode_s = usage.prefill_ms / 1000, usage.decode_ms / 1000
         self.queue.add(usage.queue_ms / 1000)
@@ -152,13 +160,7 @@ class ReplicaRecord:
         self.preemptions.add(usage.preemptions)
         self.finished.update(stream.finished.reason for stream in live.sequences if stream.finished is not None)
         self.num_generated_tokens += live.num_dropped_tokens
-        self.num_looked_up_tokens += usage.prompt_tokens
         self.num_cached_tokens += usage.cached_tokens
-        self.num_preemptions += usage.preemptions
-
-    def add_uncompleted(self, live: LiveRequest, reason: FinishReason) -> None:
-        """Adds a request that failed or lost its client. Its running sequences count as ended for this reason."""
-        self.finished.update(reason if stream.finished is None else stream.finished.reason for stream in live.sequences)
 
 
 class HttpAnswer(NamedTuple):
@@ -170,41 +172,27 @@ class HttpAnswer(NamedTuple):
 
 
 class HttpAnswers(Collector):
-    """The number of HTTP answers that began, and the durations of finished ones, including streams."""
+    """HTTP answers. Other threads read a copy of a table, since its size may change meanwhile.
+
+    Attributes:
+        counts: The number of answers that began, by their labels.
+        durations: The durations of finished answers, including streams, by route and method.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._counts: Tally[HttpAnswer] = Tally()
-        self._durations: dict[tuple[str, str], Distribution] = {}
+        self.counts: Tally[HttpAnswer] = Tally()
+        self.durations: dict[tuple[str, str], Distribution] = defaultdict(partial(Distribution, _ANSWER_SECONDS))
         registry.register(self)
-
-    def begin(self, answer: HttpAnswer) -> None:
-        """Counts an answer that begins."""
-        self._counts[answer] += 1
-
-    def end(self, answer: HttpAnswer, seconds: float) -> None:
-        """Records the end of an answer, `seconds` after its request arrived."""
-        place = answer.route, answer.method
-        if place not in self._durations:
-            self._durations[place] = Distribution(_ANSWER_SECONDS)
-        self._durations[place].add(seconds)
-
-    def counts(self) -> list[tuple[HttpAnswer, int]]:
-        """The number of answers that began, by their labels. May be called in any thread."""
-        return list(self._counts.items())
-
-    def durations(self) -> list[tuple[tuple[str, str], Distribution]]:
-        """The durations of answers, by route and method. May be called in any thread."""
-        return list(self._durations.items())
 
     def collect(self) -> Iterable[Metric]:
         help_text = "HTTP answers, including errors."
         counts = CounterMetricFamily(f"{_PREFIX}http_answers", help_text, labels=HttpAnswer._fields)
-        for (route, method, status), count in self.counts():
+        for (route, method, status), count in list(self.counts.items()):
             counts.add_metric([route, method, str(status)], count)
         yield counts
         help_text = "Seconds from an HTTP request to the end of its answer."
         seconds = HistogramMetricFamily(f"{_PREFIX}http_answer_seconds", help_text, labels=("route", "method"))
-        for place, distribution in self.durations():
+        for place, distribution in list(self.durations.items()):
             distribution.put_into(seconds, place)
         yield seconds
 
@@ -252,18 +240,14 @@ class ReplicaRecords:
         return {address: place for address, place in list(self._places.items()) if address in self._present}
 
 
-_HISTOGRAMS: Sequence[tuple[str, str, Callable[[ReplicaRecord], Distribution]]] = (
-    ("time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", attrgetter("first_token")),
-    (
-        "inter_token_seconds",
-        "Seconds between two tokens of a sequence, for each token after the first.",
-        attrgetter("inter_token"),
-    ),
-    ("request_seconds", "Seconds from the arrival of a completed request to its end.", attrgetter("whole")),
-    ("request_prompt_tokens", "Prompt tokens of a completed request.", attrgetter("prompt_tokens")),
-    ("sequence_tokens", "Generated tokens of a sequence of a completed request.", attrgetter("output_tokens")),
+# The histograms over all replicas: name, attribute of a record, and help text.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "first_token", "Seconds from a request's arrival to its first token."),
+    ("inter_token_seconds", "inter_token", "Seconds between two tokens of a sequence, for each token after the first."),
+    ("request_seconds", "whole", "Seconds from the arrival of a completed request to its end."),
+    ("request_prompt_tokens", "prompt_tokens", "Prompt tokens of a completed request."),
+    ("sequence_tokens", "output_tokens", "Generated tokens of a sequence of a completed request."),
 )
-"""The histograms over all replicas: name, help text, and the distribution in a record."""
 
 
 class GatewayMetrics:
@@ -274,6 +258,9 @@ class GatewayMetrics:
         grpc_calls: Finished gRPC calls, except calls of the health service.
         statistics: Sums over the requests that are over, for APIs that report statistics.
         records: Statistics of each replica.
+        moves_from_prefill: Requests that left a prefill replica after their prompts were computed there.
+        keys_reload_failures: Changes of the key files that could not be loaded.
+        refused_connections: HTTP connections beyond the maximum.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
@@ -290,7 +277,7 @@ class GatewayMetrics:
             "quire_gateway_live_requests", "Live requests with a reader, including queued ones.", registry=self.registry
         )
         self._resubmissions = self._counter("resubmissions", "Requests resubmitted after a scheduler was lost.")
-        self._moves_from_prefill = self._counter(
+        self.moves_from_prefill = self._counter(
             "moves_from_prefill", "Requests that left a prefill replica to continue on another one."
         )
         self.grpc_calls = CallCounts("gateway", self.registry)
@@ -306,23 +293,15 @@ class GatewayMetrics:
         self._ignored_fields = self._counter(
             "ignored_fields", "Ignored fields in bodies of HTTP and KServe requests, by API.", labels=["api"]
         )
-        self._keys_reload_failures = self._counter(
+        self.keys_reload_failures = self._counter(
             "keys_reload_failures", "Failures to load a changed file of API keys."
         )
-        self._refused_connections = self._counter(
+        self.refused_connections = self._counter(
             "refused_http_connections", "HTTP connections closed because there were too many."
         )
 
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"quire_gateway_{name}", help, labels, registry=self.registry)
-
-    def count_move_from_prefill(self) -> None:
-        """Counts a request that left a prefill replica after its prompt was computed there."""
-        self._moves_from_prefill.inc()
-
-    def count_refused_connection(self) -> None:
-        """Counts an HTTP connection beyond the maximum."""
-        self._refused_connections.inc()
 
     def count_refused_caller(self, reason: str) -> None:
         """Counts a call that was rejected because of its API key, or because it had none."""
@@ -331,10 +310,6 @@ class GatewayMetrics:
     def count_ignored_fields(self, api: str, count: int) -> None:
         """Counts the ignored fields of one body. Their names come from callers, so they are not labels."""
         self._ignored_fields.labels(api).inc(count)
-
-    def count_keys_reload_failure(self) -> None:
-        """Counts a change of the key files that could not be loaded."""
-        self._keys_reload_failures.inc()
 
     def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
         """Reports the number of connected schedulers, which `count_connected` returns at each scrape."""
@@ -393,25 +368,12 @@ class GatewayMetrics:
             self.statistics.add(seconds, usage)
             self._resubmissions.inc(max(live.submissions - 1, 0))
             num_new = live.num_generated_tokens - (num_known_tokens if is_resumed else live.num_brought_tokens)
+            whole_s = None if is_resumed else seconds
             if live.last_replica is not None and (num_new or not is_resumed):
-                self._over(self.records.of(live.last_replica), live, usage, outcome, None if is_resumed else seconds)
+                self.records.of(live.last_replica).add_request(live, outcome, usage, whole_s)
             if self._tenants is not None:
                 num_dropped = live.num_dropped_tokens if usage is not None and (num_new or not is_resumed) else 0
-                self._tenants.add(live, outcome, num_new + num_dropped, None if is_resumed else seconds)
-
-    def _over(
-        self, record: ReplicaRecord, live: LiveRequest, usage: Usage | None, outcome: str, seconds: float | None
-    ) -> None:
-        """Records the end of a request; `seconds` is None for a resumed one, whose arrival time is not known here."""
-        if usage is None:
-            is_left = outcome in ("abandoned", "cancelled", "aborted")
-            # A durable request runs on without a reader.
-            if not (is_left and live.request.durable):
-                record.add_uncompleted(live, FinishReason.CANCELLED if is_left else FinishReason.ERROR)
-            return
-        record.add_completed(live, usage)
-        if seconds is not None:
-            record.whole.add(seconds)
+                self._tenants.add(live, outcome, num_new + num_dropped, whole_s)
 
 
 class _Records(Collector):
@@ -430,10 +392,10 @@ class _Records(Collector):
         for reason in FinishReason:
             finished.add_metric([reason.value], sum(record.finished[reason] for record in records))
         yield finished
-        for name, help_text, of in _HISTOGRAMS:
+        for name, attribute, help_text in _HISTOGRAMS:
             family = HistogramMetricFamily(_PREFIX + name, help_text)
             if records:
-                parts = [of(record) for record in records]
+                parts: list[Distribution] = [getattr(record, attribute) for record in records]
                 Distribution.total(parts[0].bounds, parts).put_into(family)
             yield family
 

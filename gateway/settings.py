@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
@@ -16,13 +17,7 @@ FRONTS: Mapping[str, Sequence[str]] = {
     "responses": ("response_store", "max_stored_response_bytes"),
     "anthropic": (),
     "kserve": (),
-    "batches": (
-        "batch_dir",
-        "batch_concurrency",
-        "max_batch_requests",
-        "max_batch_file_bytes",
-        "max_batch_dir_bytes",
-    ),
+    "batches": ("batch_dir", "batch_concurrency", "max_batch_requests", "max_batch_file_bytes", "max_batch_dir_bytes"),
     "ui": ("demo_socket", "demo"),
 }
 """The fronts in the order in which they are opened, each with the settings that only it reads."""
@@ -32,6 +27,8 @@ MEMORY, SQLITE = "memory", "sqlite:"
 """The value of --response-store for memory, and the prefix of a file's value."""
 MAX_CHAT_MESSAGES = 1 << 16
 """The maximum number of messages in a conversation; a gateway's own limit may be lower."""
+_size = partial(setting, parse=parse_bytes, minimum=1024)
+_seconds = partial(setting, minimum=0.1, metavar="SECONDS")
 
 
 def is_key(text: str) -> bool:
@@ -184,34 +181,16 @@ class FormatFlags(ServiceFlags):
 class RequestLimits(ServiceFlags):
     """Limits of requests and answers."""
 
-    max_message_bytes: int = setting(
-        4 * 1024 * 1024,
-        "maximum bytes of a message from a client",
-        parse=parse_bytes,
-        minimum=1024,
-        # The limit of protobuf and of gRPC.
-        maximum=(1 << 31) - 1,
-    )
-    max_total_body_bytes: int = setting(
-        256 * 1024 * 1024,
+    # At most the limit of protobuf and of gRPC.
+    max_message_bytes: int = _size(4 << 20, "maximum bytes of a message from a client", maximum=(1 << 31) - 1)
+    max_total_body_bytes: int = _size(
+        256 << 20,
         "maximum memory of all requests held at once, as sent and as parsed; one tenant may take half of it; see "
         "docs/security.md",
-        parse=parse_bytes,
-        minimum=1024,
     )
-    max_answer_bytes: int = setting(
-        64 << 20, "maximum memory of the answer to one call", parse=parse_bytes, minimum=1024, metavar="BYTES"
-    )
-    max_key_answer_bytes: int = setting(
-        128 << 20,
-        "maximum memory of the answers to one API key's calls",
-        parse=parse_bytes,
-        minimum=1024,
-        metavar="BYTES",
-    )
-    max_total_answer_bytes: int = setting(
-        256 << 20, "maximum memory of the answers to all calls", parse=parse_bytes, minimum=1024, metavar="BYTES"
-    )
+    max_answer_bytes: int = _size(64 << 20, "maximum memory of the answer to one call")
+    max_key_answer_bytes: int = _size(128 << 20, "maximum memory of the answers to one API key's calls")
+    max_total_answer_bytes: int = _size(256 << 20, "maximum memory of the answers to all calls")
     response_store: str = setting(
         MEMORY,
         "store of the responses that a later request may name as previous_response_id: the memory of the gateway that "
@@ -219,12 +198,8 @@ class RequestLimits(ServiceFlags):
         "all gateways of a machine share",
         metavar="memory|sqlite:PATH",
     )
-    max_stored_response_bytes: int = setting(
-        64 << 20,
-        "maximum bytes of stored responses, of each gateway or of the file; 0 stores none",
-        parse=parse_bytes,
-        minimum=0,
-        metavar="BYTES",
+    max_stored_response_bytes: int = _size(
+        64 << 20, "maximum bytes of stored responses, of each gateway or of the file; 0 stores none", minimum=0
     )
     clamp_max_tokens: str = setting(
         "defaults",
@@ -265,20 +240,14 @@ class BatchFlags(ServiceFlags):
     batch_dir: Path | None = setting(
         None,
         "directory for /v1/files and /v1/batches, which gateways of a machine share; without it both are unavailable",
-        metavar="DIR",
     )
     batch_concurrency: int = setting(32, "maximum concurrent batch requests of each gateway", minimum=1, maximum=4096)
     max_batch_requests: int = setting(50_000, "maximum requests of a batch", minimum=1, maximum=1_000_000)
-    max_batch_file_bytes: int = setting(
-        100 << 20, "maximum bytes of a file", parse=parse_bytes, minimum=1024, metavar="BYTES"
-    )
-    max_batch_dir_bytes: int = setting(
+    max_batch_file_bytes: int = _size(100 << 20, "maximum bytes of a file")
+    max_batch_dir_bytes: int = _size(
         4 << 30,
         "maximum bytes of uploaded files, results and answers in --batch-dir; beyond it, uploads and new batches are "
         "rejected, but running batches finish",
-        parse=parse_bytes,
-        minimum=1024,
-        metavar="BYTES",
     )
 
 
@@ -295,28 +264,19 @@ class ConnectionLimits(ServiceFlags):
         minimum=1,
         maximum=1 << 20,
     )
-    handshake_timeout: float = setting(
-        10.0, "maximum seconds for a client to set up a connection", minimum=0.1, maximum=3600, metavar="SECONDS"
-    )
-    max_connection_age: float | None = setting(
+    handshake_timeout: float = _seconds(10.0, "maximum seconds for a client to set up a connection", maximum=3600)
+    max_connection_age: float | None = _seconds(
         None,
         "maximum age of a gRPC connection in seconds; clients then open a new one for further calls, which spreads "
         "them over gateways (default: 10 if gateways share a port, else unlimited)",
-        minimum=0.1,
         maximum=1_000_000,
-        metavar="SECONDS",
     )
-    slow_reader_timeout: float = setting(
-        60.0, "maximum seconds without a read by a client while output waits", minimum=0.1, metavar="SECONDS"
-    )
-    slow_sender_timeout: float = setting(
-        30.0, "maximum seconds for a client to send a whole request", minimum=0.1, metavar="SECONDS"
-    )
-    sse_keepalive: float = setting(
+    slow_reader_timeout: float = _seconds(60.0, "maximum seconds without a read by a client while output waits")
+    slow_sender_timeout: float = _seconds(30.0, "maximum seconds for a client to send a whole request")
+    sse_keepalive: float = _seconds(
         15.0,
         "seconds without output after which a stream of server-sent events sends a comment; 0 disables it",
         minimum=0,
-        metavar="SECONDS",
     )
 
 
@@ -324,17 +284,12 @@ class ConnectionLimits(ServiceFlags):
 class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, BatchFlags, ConnectionLimits, TenantFlags):
     """Flags for connections to schedulers and for the CPU use of gateways, with all other flags of gateways."""
 
-    connect_timeout: float = setting(
-        30.0, "seconds that a request waits for a scheduler to connect", minimum=0, metavar="SECONDS"
+    connect_timeout: float = _seconds(30.0, "seconds that a request waits for a scheduler to connect", minimum=0)
+    failover_delay: float = _seconds(
+        5.0, "seconds after which requests leave a scheduler that is disconnected or not ready", minimum=0
     )
-    failover_delay: float = setting(
-        5.0,
-        "seconds after which requests leave a scheduler that is disconnected or not ready",
-        minimum=0,
-        metavar="SECONDS",
-    )
-    reconnect_grace: float = setting(
-        10.0, "seconds for which schedulers keep requests of a lost gateway", minimum=0, maximum=600, metavar="SECONDS"
+    reconnect_grace: float = _seconds(
+        10.0, "seconds for which schedulers keep requests of a lost gateway", minimum=0, maximum=600
     )
     tokenizer_threads: int = setting(2, "threads for long texts and chat templates", minimum=1, maximum=64)
     niceness: int = setting(

@@ -8,7 +8,7 @@ correct; the KV cache usage covers the whole replica. docs/metrics.md has the ta
 import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -19,7 +19,6 @@ from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
 from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
 from quire.runtime import clock
-from quire.service.histograms import Distribution
 
 _LABELS = ("model_name", "engine")
 # The engine label of requests that have no replica.
@@ -32,64 +31,41 @@ _REASONS = {
     "abort": (FinishReason.CANCELLED,),
     "error": (FinishReason.ERROR,),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _HistogramName:
-    """A histogram of vLLM, and the corresponding distribution of a record."""
-
-    name: str
-    help: str
-    of: Callable[[ReplicaRecord], Distribution]
-
-
-HISTOGRAMS = (
-    _HistogramName("time_to_first_token_seconds", "Time to the first token.", lambda record: record.first_token),
-    _HistogramName("inter_token_latency_seconds", "Time between two tokens.", lambda record: record.inter_token),
-    _HistogramName(
+# vLLM's name, the attribute of a `ReplicaRecord`, and the help text.
+_HISTOGRAMS = (
+    ("time_to_first_token_seconds", "first_token", "Time to the first token."),
+    ("inter_token_latency_seconds", "inter_token", "Time between two tokens."),
+    (
         "time_per_output_token_seconds",
+        "inter_token",
         "Time between two tokens, under the former name of vllm:inter_token_latency_seconds.",
-        lambda record: record.inter_token,
     ),
-    _HistogramName(
-        "request_time_per_output_token_seconds",
-        "Mean time between two tokens of a request.",
-        lambda record: record.output_token,
-    ),
-    _HistogramName("e2e_request_latency_seconds", "Time of a whole request.", lambda record: record.whole),
-    _HistogramName("request_queue_time_seconds", "Time in the queue.", lambda record: record.queue),
-    _HistogramName("request_prefill_time_seconds", "Time of prefill.", lambda record: record.prefill),
-    _HistogramName("request_decode_time_seconds", "Time of decode.", lambda record: record.decode),
-    _HistogramName("request_inference_time_seconds", "Time of prefill and decode.", lambda record: record.inference),
-    _HistogramName("request_prompt_tokens", "Tokens of the prompt.", lambda record: record.prompt_tokens),
-    _HistogramName("request_generation_tokens", "Tokens of a sequence.", lambda record: record.output_tokens),
-    _HistogramName(
-        "request_max_num_generation_tokens",
-        "Tokens of the longest sequence of a request.",
-        lambda record: record.longest_output,
-    ),
-    _HistogramName(
-        "request_prefill_kv_computed_tokens",
-        "Tokens of the prompt that were not cached.",
-        lambda record: record.computed_prompt_tokens,
-    ),
-    _HistogramName("request_params_n", "The parameter n.", lambda record: record.sequences),
-    _HistogramName("request_params_max_tokens", "The parameter max_tokens.", lambda record: record.max_tokens),
-    _HistogramName("request_num_preemptions", "Preemptions of a request.", lambda record: record.preemptions),
+    ("request_time_per_output_token_seconds", "output_token", "Mean time between two tokens of a request."),
+    ("e2e_request_latency_seconds", "whole", "Time of a whole request."),
+    ("request_queue_time_seconds", "queue", "Time in the queue."),
+    ("request_prefill_time_seconds", "prefill", "Time of prefill."),
+    ("request_decode_time_seconds", "decode", "Time of decode."),
+    ("request_inference_time_seconds", "inference", "Time of prefill and decode."),
+    ("request_prompt_tokens", "prompt_tokens", "Tokens of the prompt."),
+    ("request_generation_tokens", "output_tokens", "Tokens of a sequence."),
+    ("request_max_num_generation_tokens", "longest_output", "Tokens of the longest sequence of a request."),
+    ("request_prefill_kv_computed_tokens", "computed_prompt_tokens", "Tokens of the prompt that were not cached."),
+    ("request_params_n", "sequences", "The parameter n."),
+    ("request_params_max_tokens", "max_tokens", "The parameter max_tokens."),
+    ("request_num_preemptions", "preemptions", "Preemptions of a request."),
 )
-COUNTERS: Mapping[str, tuple[str, Callable[[ReplicaRecord], int]]] = {
-    "prompt_tokens": ("Prompt tokens of requests that got a token.", lambda record: record.num_prompt_tokens),
-    "prompt_tokens_cached": ("Cached prompt tokens of completed requests.", lambda record: record.num_cached_tokens),
-    "generation_tokens": ("Generated tokens.", lambda record: record.num_generated_tokens),
-    "prefix_cache_queries": (
+_COUNTERS = (
+    ("prompt_tokens", "num_prompt_tokens", "Prompt tokens of requests that got a token."),
+    ("prompt_tokens_cached", "num_cached_tokens", "Cached prompt tokens of completed requests."),
+    ("generation_tokens", "num_generated_tokens", "Generated tokens."),
+    (
+        "prefix_cache_queries",
+        "prompt_tokens.sum",
         "Prompt tokens of completed requests that were looked up in the prefix cache.",
-        lambda record: record.num_looked_up_tokens,
     ),
-    "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", lambda record: record.num_cached_tokens),
-    "num_preemptions": ("Preemptions of completed requests.", lambda record: record.num_preemptions),
-}
-
-
+    ("prefix_cache_hits", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    ("num_preemptions", "preemptions.sum", "Preemptions of completed requests."),
+)
 _DRAFT_COUNTERS: Sequence[tuple[str, str, Callable[[ReplicaLoad], int]]] = (
     ("spec_decode_num_drafts", "Samples with draft tokens.", lambda load: load.num_drafted[0]),
     ("spec_decode_num_draft_tokens", "Draft tokens that were verified.", lambda load: load.num_drafted[1]),
@@ -134,10 +110,10 @@ class VllmMetrics(Collector):
             {(engine,): load.kv_cache_usage for engine, load in loads.items()},
         )
         yield from self._counters(records)
-        for histogram in HISTOGRAMS:
-            family = HistogramMetricFamily(f"vllm:{histogram.name}", histogram.help, labels=_LABELS)
+        for name, attribute, help_text in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=_LABELS)
             for engine, record in records.items():
-                histogram.of(record).put_into(family, [self._model_name, engine])
+                getattr(record, attribute).put_into(family, [self._model_name, engine])
             yield family
         yield self._step_tokens(loads)
         yield from self._drafts(loads)
@@ -182,14 +158,14 @@ class VllmMetrics(Collector):
         name, labels = "http_requests", ("handler", "method", "status")
         family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
         by_class: Tally[tuple[str, str, str]] = Tally()
-        for answer, count in self._metrics.http_answers.counts():
+        for answer, count in list(self._metrics.http_answers.counts.items()):
             by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
         for key, count in by_class.items():
             family.add_metric(key, count)
         yield family
         name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
         family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
-        for place, seconds in self._metrics.http_answers.durations():
+        for place, seconds in list(self._metrics.http_answers.durations.items()):
             seconds.put_into(family, place)
         yield family
 
@@ -206,8 +182,8 @@ class VllmMetrics(Collector):
         yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
 
     def _counters(self, records: Mapping[str, ReplicaRecord]) -> Iterable[Metric]:
-        for name, (help_text, value_of) in COUNTERS.items():
-            values = {(engine,): value_of(record) for engine, record in records.items()}
+        for name, attribute, help_text in _COUNTERS:
+            values = {(engine,): attrgetter(attribute)(record) for engine, record in records.items()}
             yield self._family("counter", name, help_text, values)
         by_source: dict[tuple[str, ...], int] = {}
         for engine, record in records.items():

@@ -292,9 +292,6 @@ class NoAuthenticator:
     def find(self, key_id: str, tenant: str) -> Caller | None:
         return self._caller if tenant == self._caller.tenant else None
 
-    def refresh(self) -> None:
-        """Does nothing."""
-
     async def watch(self) -> None:
         await asyncio.get_running_loop().create_future()
 
@@ -363,42 +360,24 @@ class KeyRing:
         return self._caller_of(entry)
 
     async def watch(self) -> None:
-        """Reloads changed files, every second until it is cancelled. Files are read in a thread, since 100,000 keys
-        take more than a second."""
+        """Refreshes every second until it is cancelled."""
         while True:
             await asyncio.sleep(_POLL_INTERVAL_S)
-            if self._have_changed():
-                self._take_read(await asyncio.to_thread(self._read_again))
-            self._close_expired()
+            await self.refresh()
 
-    def refresh(self) -> None:
-        """Reloads changed files. If one is invalid, all keys stay unchanged. Closes accounts of expired keys."""
-        if self._have_changed():
-            self._take_read(self._read_again())
-        self._close_expired()
-
-    def _close_expired(self) -> None:
+    async def refresh(self) -> None:
+        """Reloads changed files, in a thread, since 100,000 keys take more than a second. If one is invalid, all keys
+        stay unchanged. Closes accounts of expired keys."""
+        before, self._signatures = self._signatures, [_signature(path) for path in self._paths]
+        if self._signatures != before:
+            try:
+                self._replace(await asyncio.to_thread(self._read))
+                _logger.info("read %d keys again", len(self))
+            except ConfigurationError as error:
+                _logger.error("%s; the keys that were read before remain valid", error)
+                self._on_reload_failure()
         for entry, account in self._expiring:
             account.is_closed = self._is_expired(entry)
-
-    def _have_changed(self) -> bool:
-        before, self._signatures = self._signatures, [_signature(path) for path in self._paths]
-        return self._signatures != before
-
-    def _read_again(self) -> _Entries | None:
-        """The reloaded entries; None if a file is invalid, with the reason in the log."""
-        try:
-            return self._read()
-        except ConfigurationError as error:
-            _logger.error("%s; the keys that were read before remain valid", error)
-            return None
-
-    def _take_read(self, entries: _Entries | None) -> None:
-        if entries is None:
-            self._on_reload_failure()
-            return
-        self._take(entries)
-        _logger.info("read %d keys again", len(self))
 
     def _read(self) -> _Entries:
         entries = [*self._own, *(entry for path in self._paths for entry in read_keys(path))]
@@ -408,7 +387,7 @@ class KeyRing:
             raise ConfigurationError(f"the keys files {', '.join(map(str, self._paths))}: {error}") from error
         return _Entries(entries)
 
-    def _take(self, entries: _Entries) -> None:
+    def _replace(self, entries: _Entries) -> None:
         """Replaces all entries. Accounts of remaining keys persist, accounts of revoked keys are closed."""
         before, self._callers = self._callers, {}
         self._entries, self._expiring = entries, []

@@ -56,14 +56,9 @@ class TokenBucket:
         return max(0.0, (amount - self._level) * 60 / self.per_minute)
 
     def take(self, amount: float, now: float) -> None:
-        """Removes `amount`, even if the bucket holds less."""
+        """Removes `amount`, even if the bucket holds less. A negative amount is given back."""
         self._fill(now)
-        self._level -= amount
-
-    def give_back(self, amount: float, now: float) -> None:
-        """Undoes a `take`."""
-        self._fill(now)
-        self._level = min(self._level + amount, self.per_minute)
+        self._level = min(self._level - amount, self.per_minute)
 
     def level(self, now: float) -> float:
         """The remaining amount; negative after overuse."""
@@ -277,22 +272,14 @@ class Account:
 
     def _take(self, num_requests: int, num_tokens: int) -> None:
         """Charges both buckets. Negative numbers are refunds."""
-        _charge(self._requests, num_requests, self._clock())
-        _charge(self._tokens, num_tokens, self._clock())
+        for bucket, amount in ((self._requests, num_requests), (self._tokens, num_tokens)):
+            if bucket is not None:
+                bucket.take(amount, self._clock())
 
     def _charge(self, use: Use) -> None:
         """Charges the tokens since the last charge, or refunds tokens that were charged in excess."""
         if self._tokens is not None:
-            _charge(self._tokens, use.uncharged(), self._clock())
-
-
-def _charge(bucket: TokenBucket | None, amount: float, now: float) -> None:
-    if bucket is None:
-        return
-    if amount < 0:
-        bucket.give_back(-amount, now)
-    else:
-        bucket.take(amount, now)
+            self._tokens.take(use.uncharged(), self._clock())
 
 
 def _resized(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:

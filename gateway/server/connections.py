@@ -1,11 +1,13 @@
 """HTTP connections: the server socket, TLS, and limits on connections, headers, bodies and slow clients."""
 
 import asyncio
+import contextlib
 import logging
 import re
 import socket
 import ssl
-from collections.abc import Callable, Sized
+from collections.abc import Callable
+from email.utils import formatdate
 from http import HTTPStatus
 from typing import Any
 
@@ -15,21 +17,23 @@ from starlette.types import Message, Receive, Scope, Send
 
 from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
-from gateway.server.uvicorn_internals import ConnectionState, Lines, Protocol, Server
+from gateway.server.uvicorn_internals import MAX_HEADER_LINES, ConnectionState, Protocol, ServerState, make_config
 from gateway.settings import GatewaySettings
 from quire.model_files.progress import shown_bytes
 from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
+from quire.runtime import clock
 
 # Longer than the idle timeouts of clients and proxies, so that no connection is closed while it is being reused.
 _KEEP_ALIVE_S = 75
 _ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#@]*@)?([^/?#@]+)([^#]*)")
 _MAX_HEADER_BYTES = 64 * 1024
-# h11 parses all lines without a pause, at a microsecond or more per line; trailers of a chunked body also count.
-_MAX_HEADER_LINES = 1024
 _ACCEPT_PAUSE_S = 0.5
+# The time for requests that still run when the server stops, and before that for requests in transit.
+_GRACE_S = 2
+_LAST_REQUESTS_S = 0.1
 # Each chunk of a body takes some microseconds, even if it is short, and all chunks of one read are parsed at once.
 _MAX_SHORT_CHUNKS = 1 << 13
 _MIN_MEAN_CHUNK_BYTES = 256
@@ -194,8 +198,13 @@ class Places:
         self._holders.discard(holder)
 
 
-class HttpServer(Server):
-    """Serves an application in the running event loop, on a socket that the constructor binds."""
+class HttpServer:
+    """Serves an application in the running event loop, on a socket that the constructor binds.
+
+    Attributes:
+        address: Where it listens, as HOST:PORT.
+        config, state, settings, places, bodies: Shared by its connections.
+    """
 
     def __init__(
         self,
@@ -210,10 +219,12 @@ class HttpServer(Server):
         Raises:
             ConfigurationError: the address or the files of `tls` cannot be used.
         """
-        super().__init__(app, HttpConnection, _KEEP_ALIVE_S)
-        self._settings = settings
-        self._places = Places(settings.max_connections, on_refusal)
-        self._bodies = bodies
+        self.config = make_config(app, _KEEP_ALIVE_S)
+        self.state = ServerState()
+        self._stopping = asyncio.Event()
+        self.settings = settings
+        self.places = Places(settings.max_connections, on_refusal)
+        self.bodies = bodies
         self._https = None if tls is None else HttpsFiles(tls)
         self._listener = self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
         self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
@@ -235,17 +246,49 @@ class HttpServer(Server):
         return listener
 
     async def run_until_stopped(self) -> None:
-        await self.serve(sockets=[self._listener])
+        """Serves until `stop`, then ends the connections."""
+        self._server = await self._listen()
+        while not self._stopping.is_set():
+            date = formatdate(clock.unix_s(), usegmt=True).encode()
+            self.state.default_headers = [(b"date", date), *self.config.encoded_headers]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._stopping.wait()
+        self.hand_over()
+        if self.state.connections:
+            # A request that a client has just sent over an idle connection is still answered.
+            await asyncio.sleep(_LAST_REQUESTS_S)
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        # Idle connections close in the next iteration of the event loop.
+        await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(_GRACE_S):
+                while self.state.connections or self.state.tasks:  # noqa: ASYNC110  (uvicorn does not report the ends)
+                    await asyncio.sleep(0.1)
+                await self._server.wait_closed()
+        except TimeoutError:
+            for task in self.state.tasks:
+                task.cancel("the server stops")
 
-    async def _listen(self, listener: socket.socket) -> Any:
+    def hand_over(self) -> None:
+        """Closes the port, which other gateways share. Open connections continue."""
+        self._server.close()
+
+    def stop(self) -> None:
+        """Makes `run_until_stopped` return soon."""
+        self._stopping.set()
+
+    async def _listen(self) -> Any:
+        """Accepts connections; returns an object with `close` and `wait_closed`."""
         if self._https is not None:
-            context = self._https.context()
-            return TlsListener(listener, context, self._make_protocol, self._settings.handshake_timeout, self._places)
+            context, timeout_s = self._https.context(), self.settings.handshake_timeout
+            return TlsListener(self._listener, context, self._make_protocol, timeout_s, self.places)
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self._make_protocol, sock=listener, backlog=self.config.backlog)
+        return await loop.create_server(self._make_protocol, sock=self._listener, backlog=self.config.backlog)
 
     def _make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
-        return HttpConnection(self, self._settings, self._places, self._bodies, handshake)
+        return HttpConnection(self, handshake)
 
     def close(self) -> None:
         """Closes the socket of a server that never ran."""
@@ -318,45 +361,18 @@ class TlsListener:
             self._places.give_back(holder)
 
 
-def _check_line(line: bytearray) -> None:
-    """Rejects carriage returns in chunk extensions, which another program may parse as the end of the line."""
-    if b"\r" in line[:-2]:
-        raise h11.RemoteProtocolError("a line has a carriage return within it")
-
-
-def _check_lines(lines: Sized) -> None:
-    """Rejects too many lines of headers or trailers."""
-    if len(lines) > _MAX_HEADER_LINES:
-        raise h11.RemoteProtocolError(
-            f"the headers or trailers have more than {_MAX_HEADER_LINES:,} lines",
-            error_status_hint=HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-        )
-
-
 class _CheckedState(ConnectionState):
-    """h11's state of one connection. It rejects too many headers or trailers, a body of very many chunks that are
-    short on average, and a body with an ambiguous length: a proxy that reads another length parses the rest as the
-    next request.
-
-    Attributes:
-        problem: The client's protocol error, if any.
-    """
+    """h11's state of one connection. It also rejects a body of very many chunks that are short on average, and a body
+    with an ambiguous length: a proxy that reads another length parses the rest as the next request."""
 
     def __init__(self) -> None:
-        super().__init__(_MAX_HEADER_BYTES, Lines(_check_line, _check_lines))
-        self.problem: h11.RemoteProtocolError | None = None
+        super().__init__(_MAX_HEADER_BYTES)
         self._num_chunks = 0
         self._num_bytes = 0
 
     def next_event(self) -> Any:
         """The next event. Raises RemoteProtocolError if the client violates the protocol or these limits."""
-        try:
-            return self._checked(super().next_event())
-        except h11.RemoteProtocolError as error:
-            self.problem = error
-            raise
-
-    def _checked(self, event: Any) -> Any:
+        event = super().next_event()
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
@@ -391,16 +407,11 @@ def _check_framing(request: h11.Request) -> None:
 class HttpConnection(Protocol):
     """The protocol of one HTTP connection, with limits."""
 
-    def __init__(
-        self, server: Server, settings: GatewaySettings, places: Places, bodies: BodyMemory, handshake: object | None
-    ) -> None:
+    def __init__(self, server: HttpServer, handshake: object | None) -> None:
         """`handshake` is the holder of the place during the TLS handshake."""
-        self._state = _CheckedState()
-        super().__init__(server, self._state, self._answer, self._refuse_malformed)
-        self._settings = settings
-        self._places = places
+        super().__init__(server.config, server.state, _CheckedState(), self._answer, self._refuse_malformed)
+        self._settings, self._places, self._bodies = server.settings, server.places, server.bodies
         self._handshake = handshake
-        self._bodies = bodies
         # Runs while the write buffer is above its limit.
         self._writing: PatientTimer | None = None
         # Runs while the headers of a request are due.
@@ -410,7 +421,7 @@ class HttpConnection(Protocol):
         super().connection_made(transport)
         self._places.give_back(self._handshake)
         if self._places.take(self):
-            self._reading = self._cut_later(self._settings.slow_sender_timeout, "sent no request in time")
+            self._reading = PatientTimer(self._settings.slow_sender_timeout, self._cut, "sent no request in time")
         else:
             transport.abort()
 
@@ -419,14 +430,15 @@ class HttpConnection(Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._reading = _stopped(self._reading)
         elif self._reading is None:
-            self._reading = self._cut_later(self._settings.slow_sender_timeout, "did not end its headers in time")
+            why = "did not end its headers in time"
+            self._reading = PatientTimer(self._settings.slow_sender_timeout, self._cut, why)
 
-    def _refuse_malformed(self) -> None:
+    def _refuse_malformed(self, problem: BaseException | None) -> None:
         """Answers invalid HTTP. If another answer has begun, closes the connection instead."""
         if self.conn.our_state not in {h11.IDLE, h11.SEND_RESPONSE}:
             self._cut("sent what is not HTTP")
             return
-        answer = _answer_to_malformed(self._state.problem)
+        answer = _answer_to_malformed(problem)
         body = OPENAI.error_body(answer)
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
         for event in (
@@ -492,18 +504,15 @@ class HttpConnection(Protocol):
         else:
             self._cut("took nothing in time")
 
-    def _cut_later(self, delay_s: float, why: str) -> PatientTimer:
-        return PatientTimer(delay_s, self._cut, why)
-
     def _cut(self, why: str) -> None:
         _logger.info("an HTTP client %s; its connection is cut", why)
         self.transport.abort()
 
 
-def _answer_to_malformed(problem: h11.RemoteProtocolError | None) -> ErrorAnswer:
-    if problem is not None and problem.error_status_hint == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+def _answer_to_malformed(problem: BaseException | None) -> ErrorAnswer:
+    if getattr(problem, "error_status_hint", 400) == HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
         size = shown_bytes(_MAX_HEADER_BYTES)
-        message = f"the request line and the headers have more than {size} or {_MAX_HEADER_LINES:,} lines"
+        message = f"the request line and the headers have more than {size} or {MAX_HEADER_LINES:,} lines"
         return ErrorAnswer(431, message, "headers_too_large")
     return ErrorAnswer(400, f"the request is not valid HTTP: {problem!s:.200}", "malformed_http")
 

@@ -293,25 +293,41 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         return decode(data) if len(data) <= LONG_BYTES else await self._turns.call(current_tenant(), decode, data)
 
     def _writing(self, behavior: Behavior) -> Behavior:
-        """A handler that writes the responses of a generator."""
+        """A handler that writes the responses of a generator, each within the time limit. A single timer checks when
+        the current write began; a timer for each write would cost far more."""
 
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> None:
-            watch = _WriteWatch(self._reader_timeout_s)
+            loop, limit = asyncio.get_running_loop(), asyncio.timeout(None)
+            began_at, num_written = None, 0
+
+            def check() -> None:
+                nonlocal timer
+                now = loop.time()
+                due_at = (now if began_at is None else began_at) + self._reader_timeout_s
+                if now < due_at:
+                    timer = PatientTimer(due_at - now, check)
+                else:
+                    _expire(limit)
+
             try:
-                async with aclosing(behavior(request, context)) as responses:
-                    async for response in responses:
-                        watch.begin()
-                        await context.write(response)
-                        watch.end()
+                async with limit:
+                    timer = PatientTimer(self._reader_timeout_s, check)
+                    try:
+                        async with aclosing(behavior(request, context)) as responses:
+                            async for response in responses:
+                                began_at = loop.time()
+                                await context.write(response)
+                                began_at = None
+                                num_written += 1
+                    finally:
+                        timer.cancel()
                 return
-            except asyncio.CancelledError:
-                if not watch.has_expired:
+            except TimeoutError:
+                if not limit.expired():
                     raise
-            finally:
-                watch.stop()
             # The request is already aborted. The status waits behind the data that the client does not read.
             _logger.info("a client read nothing for %g s; its call is ended", self._reader_timeout_s)
-            if watch.num_written == 0:
+            if num_written == 0:
                 # gRPC still tries to send the headers, and would send them twice.
                 raise asyncio.CancelledError
             message = f"nothing was read for {self._reader_timeout_s:g} s while output waited"
@@ -327,46 +343,3 @@ def _metadata_bytes(metadata: Iterable[tuple[str, str | bytes]]) -> int:
 
 def _expire(limit: asyncio.Timeout) -> None:
     limit.reschedule(asyncio.get_running_loop().time())
-
-
-class _WriteWatch:
-    """Cancels the task that created it if one write takes too long. A single timer checks when the current write
-    began; a timer for each write would cost far more.
-
-    Attributes:
-        has_expired: Whether it has cancelled the task.
-        num_written: Number of finished writes.
-    """
-
-    def __init__(self, timeout_s: float) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a call runs in a task"
-        self.has_expired = False
-        self.num_written = 0
-        self._timeout_s = timeout_s
-        self._task = task
-        self._loop = asyncio.get_running_loop()
-        self._began_at: float | None = None
-        self._timer = PatientTimer(timeout_s, self._check)
-
-    def begin(self) -> None:
-        self._began_at = self._loop.time()
-
-    def end(self) -> None:
-        self._began_at = None
-        self.num_written += 1
-
-    def stop(self) -> None:
-        """Stops the timer, and undoes the cancellation of the task."""
-        self._timer.cancel()
-        if self.has_expired:
-            self._task.uncancel()
-
-    def _check(self) -> None:
-        now = self._loop.time()
-        due_at = (now if self._began_at is None else self._began_at) + self._timeout_s
-        if now < due_at:
-            self._timer = PatientTimer(due_at - now, self._check)
-        else:
-            self.has_expired = True
-            self._task.cancel()

@@ -144,7 +144,7 @@ class EnvelopeMiddleware:
             if message["type"] == "http.response.start":
                 kind = _kind_of(scope, message["status"])
                 if kind is not None:
-                    self._answers.begin(kind)
+                    self._answers.counts[kind] += 1
                 own = {} if request_id is None else {_REQUEST_ID: request_id}
                 if ignored.count:
                     own[IGNORED_HEADER] = ignored.names.encode()
@@ -162,7 +162,7 @@ class EnvelopeMiddleware:
                 await send_answer(send_with_headers, answer, dialect=_dialect_of(scope))
         finally:
             if kind is not None:
-                self._answers.end(kind, clock.monotonic() - came_at)
+                self._answers.durations[kind.route, kind.method].add(clock.monotonic() - came_at)
 
 
 def _kind_of(scope: Scope, status: int) -> HttpAnswer | None:

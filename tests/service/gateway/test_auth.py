@@ -55,10 +55,10 @@ class Rig:
     keys: KeysFile
     scheduler: FakeScheduler
 
-    def holder(self, kind, tenant="acme", **options) -> Holder:
+    async def holder(self, kind, tenant="acme", **options) -> Holder:
         """A caller with a new key that the gateway knows."""
         key = self.keys.add(tenant, **options)
-        self.gateway.gateway.authenticator.refresh()
+        await self.gateway.gateway.authenticator.refresh()
         return Holder(kind(self.gateway), key)
 
     async def tokenize(self, key: str) -> None:
@@ -81,7 +81,7 @@ async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
     front = kind(rig.gateway)
     expired = rig.keys.add("acme", expires_at=datetime.now(UTC) - timedelta(seconds=1))
     first, second = (rig.keys.add("acme", limits=Limits(requests_per_minute=1)) for _ in range(2))
-    rig.gateway.gateway.authenticator.refresh()
+    await rig.gateway.gateway.authenticator.refresh()
     for shown, reason in (
         ([], "MISSING_API_KEY"),
         (["Bearer quire-wrong"], "INVALID_API_KEY"),
@@ -107,7 +107,7 @@ async def test_only_a_valid_key_opens_a_front_and_as_often_as_it_may(rig, kind):
 
 async def test_an_answer_tells_what_is_left_of_the_rates_of_its_key(rig):
     key = rig.keys.add("acme", limits=Limits(requests_per_minute=60, tokens_per_minute=1000))
-    rig.gateway.gateway.authenticator.refresh()
+    await rig.gateway.gateway.authenticator.refresh()
     headers, body = {"authorization": f"Bearer {key}"}, {"prompt": "hello", "max_tokens": 1}
     answers = [await rig.gateway.http.post("/v1/completions", json=body, headers=headers) for _ in range(2)]
     left = [{name: int(each.headers[f"x-ratelimit-remaining-{name}"]) for name in ("requests", "tokens")}
@@ -186,7 +186,7 @@ COSTS_OF_BATCHES = {
     ],
 )
 async def test_what_a_call_costs(rig, kind, limits, calls):
-    holder = rig.holder(kind, limits=limits)
+    holder = await rig.holder(kind, limits=limits)
     num_submits = 0
     for refusals, text, fields, reason in calls:
         rig.scheduler.refusal += refusals
@@ -198,7 +198,7 @@ async def test_what_a_call_costs(rig, kind, limits, calls):
 
 @BOTH
 async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed_its_highest(rig, kind):
-    holder = rig.holder(kind, access=Access(priority=2, max_priority=5))
+    holder = await rig.holder(kind, access=Access(priority=2, max_priority=5))
     for asked in ({}, {"priority": 5}, {"priority": -7}):
         assert await holder.reason(**asked) is None
     assert [submit.priority for submit in rig.scheduler.submits] == [2, 5, -7]
@@ -215,8 +215,8 @@ async def test_requests_run_at_the_keys_priority_and_may_lower_it_but_not_exceed
 
 @BOTH
 async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind):
-    allowed = rig.holder(kind, access=Access(models=frozenset({MODEL})))
-    other = rig.holder(kind, access=Access(models=frozenset({"another"})))
+    allowed = await rig.holder(kind, access=Access(models=frozenset({MODEL})))
+    other = await rig.holder(kind, access=Access(models=frozenset({"another"})))
     for holder, models in ((allowed, [MODEL]), (other, [])):
         authorization = f"Bearer {holder.key}"
         listed = (await rig.gateway.http.get("/v1/models", headers={"authorization": authorization})).json()["data"]
@@ -241,7 +241,7 @@ async def test_a_model_that_is_not_allowed_is_as_one_that_is_not_there(rig, kind
 
 @BOTH
 async def test_tenants_may_use_one_request_id_at_the_same_time(rig, kind):
-    acme, other = rig.holder(kind, "acme"), rig.holder(kind, "other")
+    acme, other = await rig.holder(kind, "acme"), await rig.holder(kind, "other")
     rig.scheduler.emits.clear()
     running = [asyncio.create_task(holder.ask(request_id="mine")) for holder in (acme, other)]
     await rig.scheduler.until(lambda: len(rig.scheduler.live) == 2)

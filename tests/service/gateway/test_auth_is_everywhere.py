@@ -176,7 +176,7 @@ async def test_a_key_may_come_in_the_header_of_anthropic_s_clients(gateway, key)
 
 async def test_another_tenants_running_request_cannot_be_told_from_one_that_is_not_there(gateway, keys, scheduler):
     keys_of = [keys.add("one"), keys.add("two")]
-    gateway.gateway.authenticator.refresh()
+    await gateway.gateway.authenticator.refresh()
     scheduler.emits.clear()
     running = gateway.generation.GenerateStream(stream_request(request_id="mine"), metadata=bearer(keys_of[0]))
     reading = asyncio.ensure_future(running.read())
@@ -200,7 +200,7 @@ async def test_another_tenants_running_request_cannot_be_told_from_one_that_is_n
 async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway, keys, key, scheduler):
     pinning = {tenant: keys.add(tenant, access=Access(may_pin=True)) for tenant in ("one", "two")}
     operator = keys.add("staff", access=Access(is_operator=True))
-    gateway.gateway.authenticator.refresh()
+    await gateway.gateway.authenticator.refresh()
     async with AsyncClient(gateway.gateway.grpc_address, api_key=key) as client:
         for call in (client.pin_prefix(LONG_TEXT), client.unpin_prefix("abc")):
             with pytest.raises(PermissionDenied) as raised:
@@ -216,7 +216,7 @@ async def test_pins_need_a_key_that_allows_them_and_are_the_tenants_own(gateway,
 
 async def test_a_pin_that_ends_while_it_is_computed_costs_its_tokens(gateway, keys, scheduler):
     poor = keys.add("poor", access=Access(may_pin=True), limits=Limits(tokens_per_minute=30))
-    gateway.gateway.authenticator.refresh()
+    await gateway.gateway.authenticator.refresh()
     pin = gateway.channel.unary_unary("/quire.gateway.v1.PrefixService/PinPrefix")
     request = PinPrefixRequest(text=LONG_TEXT, time_to_live_ms=10).SerializeToString()
     for error, reason in (
@@ -230,7 +230,7 @@ async def test_a_pin_that_ends_while_it_is_computed_costs_its_tokens(gateway, ke
 
 async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
     operator = keys.add("staff", access=Access(is_operator=True))
-    gateway.gateway.authenticator.refresh()
+    await gateway.gateway.authenticator.refresh()
     for shown, status, num_replicas in ((key, 403, 0), (operator, 200, 1)):
         async with AsyncClient(gateway.gateway.grpc_address, api_key=shown) as client:
             assert len((await client.server_info()).replicas) == num_replicas
@@ -242,7 +242,7 @@ async def test_replicas_and_metrics_are_for_operators(gateway, keys, key):
 async def test_statistics_are_for_operators_who_may_use_the_model_and_caches_are_theirs_to_forget(gateway, keys, key):
     operator = keys.add("staff", access=Access(is_operator=True))
     stranger = keys.add("other", access=Access(models=frozenset({"other"}), is_operator=True))
-    gateway.gateway.authenticator.refresh()
+    await gateway.gateway.authenticator.refresh()
     call = gateway.channel.unary_unary("/inference.GRPCInferenceService/ModelStatistics")
 
     async def names(shown: str) -> list[str]:

@@ -43,7 +43,7 @@ async def test_a_grpc_connection_too_many_is_closed_until_another_one_ends(sched
 async def test_the_body_of_an_answer_waits_for_no_packet_of_the_client(gateway):
     """Also on an asyncio loop, which sets TCP_NODELAY only for sockets that it makes."""
     assert (await gateway.http.get("/health")).status_code == 200
-    (connection,) = gateway.gateway._http.server_state.connections
+    (connection,) = gateway.gateway._http.state.connections
     accepted = connection.transport.get_extra_info("socket")
     assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
@@ -83,11 +83,11 @@ async def test_no_timer_holds_a_connection_that_its_client_has_reset(gateway):
     client = await connection_to(gateway)
     client.sendall(request("GET /health"))
     assert (await read_answer(client)).status == 200
-    (connection,) = gateway.gateway._http.server_state.connections
+    (connection,) = gateway.gateway._http.state.connections
     await until_true(lambda: connection.timeout_keep_alive_task)
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
-    await until_true(lambda: not gateway.gateway._http.server_state.connections)
+    await until_true(lambda: not gateway.gateway._http.state.connections)
     assert connection.timeout_keep_alive_task is None
 
 

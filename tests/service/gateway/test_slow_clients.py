@@ -125,7 +125,7 @@ async def test_long_answers_that_nobody_takes_have_a_limit_together(scheduler, i
     async with running_gateway(scheduler, max_message_bytes=2 * size, max_total_body_bytes=4 * size) as gateway:
 
         async def is_over() -> bool:
-            return not gateway.gateway._http._bodies.num_bytes
+            return not gateway.gateway._http.bodies.num_bytes
 
         # A tool that the gateway ignores, but repeats in the response.
         tool = {"type": "web_search", "filters": "x" * size}

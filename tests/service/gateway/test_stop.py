@@ -95,7 +95,7 @@ async def answer_or_end(connection) -> RawAnswer | None:
 
 
 async def test_a_request_whose_body_is_still_coming_is_told_to_come_back(scheduler, monkeypatch):
-    monkeypatch.setattr("gateway.server.uvicorn_internals._GRACE_S", 0.1)
+    monkeypatch.setattr("gateway.server.connections._GRACE_S", 0.1)
     async with running_gateway(scheduler) as gateway:
         with await connection_to(gateway) as connection:
             connection.sendall(COMPLETION[:-1])

@@ -39,13 +39,10 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
     keys.add("nobody")
     async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         # Keys that a test adds are known to the next call.
-        real = running.gateway.authenticator.authenticate
+        async def refresh(request):
+            await running.gateway.authenticator.refresh()
 
-        def authenticate(authorizations):
-            running.gateway.authenticator.refresh()
-            return real(authorizations)
-
-        running.gateway.authenticator.authenticate = authenticate
+        running.http.event_hooks["request"].append(refresh)
         yield running.http
 
 

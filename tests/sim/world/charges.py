@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from gateway.auth import quota
 from gateway.auth.quota import Account, TokenBucket, Use
 from tests.sim.world.clients import Story
 from tests.sim.world.oracles import FalseAnswerError
@@ -39,14 +38,13 @@ class Charges:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Records all charges inside the block."""
-        charge, resumed, admitted = quota._charge, Account.resumed, Account.admitted
+        take, resumed, admitted = TokenBucket.take, Account.resumed, Account.admitted
 
-        def note(bucket: TokenBucket | None, amount: float, now: float) -> None:
-            if bucket is not None:
-                self._buckets.append(bucket) if id(bucket) not in self._taken else None
-                self._taken[id(bucket)] += amount  # type: ignore[assignment]
-            charge(bucket, amount, now)
-            if bucket is not None and bucket._level > bucket.per_minute - max(amount, 0.0) + _TOLERANCE:
+        def note(bucket: TokenBucket, amount: float, now: float) -> None:
+            self._buckets.append(bucket) if id(bucket) not in self._taken else None
+            self._taken[id(bucket)] += amount  # type: ignore[assignment]
+            take(bucket, amount, now)
+            if bucket._level > bucket.per_minute - max(amount, 0.0) + _TOLERANCE:
                 report(AssertionError("a key saves up more than one minute of its rate"))
 
         @contextmanager
@@ -75,7 +73,7 @@ class Charges:
                     report(AssertionError("a request that has generated something gets back what it was charged"))
 
         changed = {"resumed": note_resumed, "admitted": note_admitted}
-        with patch.object(quota, "_charge", note), patch.multiple(Account, **changed):
+        with patch.object(TokenBucket, "take", note), patch.multiple(Account, **changed):
             yield
 
 

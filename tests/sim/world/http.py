@@ -198,14 +198,15 @@ class SimHttpServer(HttpServer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.server_state.connections = cast(Any, _Connections())
+        self.state.connections = cast(Any, _Connections())
 
     def _bind(self, host: str, port: int, *, reuse_port: bool) -> Any:
         transport = TRANSPORT.get()
         assert isinstance(transport, SimTransport)
         return _Port(transport.network, transport.node, TcpAddress(host, port))
 
-    async def _listen(self, listener: Any) -> Any:
+    async def _listen(self) -> Any:
+        listener = cast(Any, self._listener)
         listener.listen(self._make_protocol)
         return listener
 

@@ -17,7 +17,7 @@ KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
         AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.param_convertors
         ApiRoute.statuses Front.call_readers Front.handlers Front.routes Front.servicers Front.tasks
-        Gateway._background Gateway._fronts HttpServer.servers KeyEntry.__dict__
+        Gateway._background Gateway._fronts KeyEntry.__dict__
         KeyEntry.__pydantic_fields_set__ KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id
         RowTable._free RowTable.sequences ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes
         Tokenizer._silent Tokenizer.special_tokens""",
@@ -26,7 +26,7 @@ KEPT: dict[str, str] = {
         Replicas._replicas Replicas.links Requests._connections
         SchedulerCalls._links""",
     "a counter for each of few kinds": """
-        CallCounts._counts DraftCounts.right_at HttpAnswers._counts HttpAnswers._durations ReplicaRecord.finished
+        CallCounts._counts DraftCounts.right_at HttpAnswers.counts HttpAnswers.durations ReplicaRecord.finished
         Reservations._by_kind Reservations.holders""",
     "one entry for each block, and what is cached in it": """
         BlockFile._free BlockFile._slots CacheLog.unread CachedBlocks._blocks CachedBlocks._on_disk

@@ -201,7 +201,7 @@ def test_a_key_stands_for_its_entry(path):
     assert len(ring) == 2
 
 
-def test_a_key_expires_while_the_gateway_runs(path):
+async def test_a_key_expires_while_the_gateway_runs(path):
     times = [NOON]
     expiring = make_entry("k-1", "a", "acme", expires_at=NOON + timedelta(hours=1))
     write_keys(path, [expiring])
@@ -209,16 +209,16 @@ def test_a_key_expires_while_the_gateway_runs(path):
     caller = ring.authenticate(bearer("a"))
     times.append(NOON + timedelta(hours=1))
     assert reason_of(ring, "a") == "EXPIRED_API_KEY"
-    ring.refresh()
+    await ring.refresh()
     with pytest.raises(Unauthenticated):
         caller.account.check()
 
 
-def test_added_changed_and_revoked_keys_are_seen_at_the_next_look(path):
+async def test_added_changed_and_revoked_keys_are_seen_at_the_next_look(path):
     ring = KeyRing([path])
     revoked = ring.authenticate(bearer("b"))
     write_keys(path, [make_entry("k-1", "a", "renamed"), make_entry("k-3", "c", "new")])
-    ring.refresh()
+    await ring.refresh()
     assert ring.authenticate(bearer("a")).tenant == "renamed"
     assert ring.authenticate(bearer("c")).tenant == "new"
     assert reason_of(ring, "b") == "INVALID_API_KEY"
@@ -249,29 +249,29 @@ async def test_changed_files_are_read_beside_the_event_loop(path, monkeypatch):
         watching.cancel()
 
 
-def test_what_was_used_outlives_a_reload(path):
+async def test_what_was_used_outlives_a_reload(path):
     ring = KeyRing([path], clock=lambda: 0.0)
     with ring.authenticate(bearer("a")).account.admitted(1):
         pass
     write_keys(path, [ACME])
-    ring.refresh()
+    await ring.refresh()
     with pytest.raises(ResourceExhausted):
         ring.authenticate(bearer("a")).account.check()
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("{"), lambda path: path.unlink()])
-def test_a_file_that_becomes_unusable_leaves_the_keys_and_is_reported_once(path, spoil, caplog):
+async def test_a_file_that_becomes_unusable_leaves_the_keys_and_is_reported_once(path, spoil, caplog):
     failures = []
     ring = KeyRing([path], on_reload_failure=lambda: failures.append(1))
     spoil(path)
-    ring.refresh()
-    ring.refresh()
+    await ring.refresh()
+    await ring.refresh()
     assert ring.authenticate(bearer("a")).tenant == "acme"
     assert len(failures) == 1
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert str(path) in caplog.text
     write_keys(path, [OTHER])
-    ring.refresh()
+    await ring.refresh()
     assert reason_of(ring, "a") == "INVALID_API_KEY"
 
 

@@ -207,7 +207,7 @@ def test_a_clock_that_stands_still_or_goes_back_fills_nothing():
 def test_what_is_given_back_is_there_again_but_never_more_than_a_minute():
     bucket = TokenBucket(60, 0.0)
     bucket.take(50, 0.0)
-    bucket.give_back(50, 0.0)
-    bucket.give_back(50, 0.0)
+    bucket.take(-50, 0.0)
+    bucket.take(-50, 0.0)
     bucket.take(60, 0.0)
     assert bucket.seconds_until(1, 0.0) == pytest.approx(1)
