@@ -85,7 +85,9 @@ class StoredTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _SafeTensor:
+class SafeTensor:
+    """A tensor of a safetensors file."""
+
     file: Path
     name: str
     dtype: str
@@ -140,7 +142,7 @@ class _ExpertTensor:
     """Some outputs of one expert, of a tensor that has all experts of a layer."""
 
     name: str
-    stored: _SafeTensor
+    stored: SafeTensor
     stack: _Stack
     number: int
     outputs: slice
@@ -171,7 +173,7 @@ class _ExpertTensor:
 
 
 def _experts_of(
-    name: str, stored: _SafeTensor, stack: _Stack, *, alternates: bool
+    name: str, stored: SafeTensor, stack: _Stack, *, alternates: bool
 ) -> Iterator[tuple[str, _ExpertTensor]]:
     """The parts of all experts by their names. In its outputs gates and ups take turns, or all gates come first."""
     outputs = {"down_proj": slice(None)}
@@ -248,7 +250,7 @@ class Checkpoint:
         tensors = dict(self._tensors)
         for name, stored in self._tensors.items():
             stack = next((stack for stack in _STACKS if name.endswith(f".{stack.name}")), None)
-            if stack is not None and isinstance(stored, _SafeTensor) and len(stored.shape) > 1:
+            if stack is not None and isinstance(stored, SafeTensor) and len(stored.shape) > 1:
                 del tensors[name]
                 # transformers writes Qwen3-VL with outputs first, although it is published with inputs first.
                 sizes, is_hidden_last = stored.shape[1:], "gate_up" in stack.name
@@ -268,7 +270,7 @@ class Checkpoint:
                     f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}; "
                     f"config.json asks for {list(spec.shape)}"
                 )
-            if isinstance(stored, _SafeTensor | _ExpertTensor) and stored.dtype not in DTYPE_BYTES:
+            if isinstance(stored, SafeTensor | _ExpertTensor) and stored.dtype not in DTYPE_BYTES:
                 raise ConfigurationError(
                     f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; "
                     f"supported are {', '.join(DTYPE_BYTES)}"
@@ -321,14 +323,14 @@ class Checkpoint:
         return ConfigurationError(f"{self._directory}: tensor {name} is missing{place}")
 
 
-def _read_header(file: Path) -> dict[str, _SafeTensor]:
+def _read_header(file: Path) -> dict[str, SafeTensor]:
     """Name to description of each tensor. Opening checks that the file is as long as its header says."""
-    tensors: dict[str, _SafeTensor] = {}
+    tensors: dict[str, SafeTensor] = {}
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(name)
-                tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
+                tensors[name] = SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
     except (SafetensorError, OSError) as error:
         # It quotes the file.
         said = repr(str(error))[1:-1]
