@@ -207,8 +207,12 @@ def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float
     """LongRoPE: one factor per dimension for lengths up to the original one, another for longer sequences."""
     fields, count = rope.fields, rope.rotated_dim // 2
     short, long = fields.numbers("short_factor", count), fields.numbers("long_factor", count)
-    factors = long if num_positions > rope.original_max_positions else short
-    attention_factor = fields.optional_number("attention_factor")
+    is_long = num_positions > rope.original_max_positions
+    factors = long if is_long else short
+    # The first name is PhiMoE's.
+    attention_factor = fields.optional_number("long_mscale" if is_long else "short_mscale")
+    if attention_factor is None:
+        attention_factor = fields.optional_number("attention_factor")
     if attention_factor is None:
         factor = _yarn_factor(rope)
         extended = factor > 1 and rope.original_max_positions > 1

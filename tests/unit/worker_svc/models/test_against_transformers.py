@@ -9,21 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoConfig, Gemma3TextConfig, PreTrainedModel
 
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -43,18 +30,14 @@ from tests.support.models import (
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
 from tests.support.parity import assert_serves_like, expected_logits, make_sequences
+from tests.support.threaded_ranks import run_ranks
 from tests.support.tiers import parametrize_once
+from worker_svc.layers.activations import CLAMPED_SWIGLU
+from worker_svc.layers.experts import Scoring
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from worker_svc.models.llama import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from worker_svc.models.families import DECODERS
 from worker_svc.models.registry import load_model
-from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Placement
 
 Made = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -62,9 +45,11 @@ CPU = torch.device("cpu")
 HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
-    *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss"),
-    "granite-swa",
+    *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss-moe"),
+    *("granite-swa", "ministral3", "granite", "olmo2", "glm4", "cohere2-alternating", "hunyuan-dense"),
 )
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+IN_PARTS = ("phi3-partial", "olmo2", "glm4", "glm4-moe", "minimax-m2", "cohere-head-norms", "phi-moe", "gpt-oss-moe")
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
@@ -117,6 +102,20 @@ def test_of_a_model_that_reads_images_the_language_model_is_served(name: str, tm
     assert_serves_like(reference, load(tmp_path))
 
 
+def test_experts_of_one_tensor_may_have_inputs_first(tmp_path: Path) -> None:
+    """As Qwen3-VL is published."""
+    reference = make_with_images(tmp_path, "qwen3-vl-moe")
+
+    def transposed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+
+    edit_tensors(tmp_path, transposed)
+    assert_serves_like(reference, load(tmp_path, model_impl="native"))
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 def test_older_configurations_have_no_section_for_the_language_model(name: str, tmp_path: Path) -> None:
     reference = make_with_images(tmp_path, name)
@@ -125,6 +124,21 @@ def test_older_configurations_have_no_section_for_the_language_model(name: str, 
     text = {key: value for key, value in config.pop("text_config").items() if key != "rope_parameters"}
     (tmp_path / "config.json").write_text(json.dumps({**text, **config, **rope}))
     assert_serves_like(reference, load(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_ranks_together_serve_like_one(name: str, size: int, made: Made) -> None:
+    """4 ranks share the heads of keys."""
+    directory, reference = made(name)
+    (sequence,) = make_sequences(60)
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        model = load_model(directory, device=CPU, dtype=torch.float32, ranks=ranks)
+        return PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, 60))
+
+    for found in run_ranks(size, logits):
+        torch.testing.assert_close(found, expected_logits(reference, sequence), rtol=1e-4, atol=1e-4)
 
 
 LONG_ROPE = {
@@ -189,25 +203,11 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
-@pytest.mark.parametrize(
-    ("family", "theirs"),
-    [
-        (MistralForCausalLM, MistralConfig),
-        (Qwen2ForCausalLM, Qwen2Config),
-        (Qwen3ForCausalLM, Qwen3Config),
-        (Phi3ForCausalLM, Phi3Config),
-        (MixtralForCausalLM, MixtralConfig),
-        (Qwen2MoeForCausalLM, Qwen2MoeConfig),
-        (Qwen3MoeForCausalLM, Qwen3MoeConfig),
-        (GemmaForCausalLM, GemmaConfig),
-        (Gemma2ForCausalLM, Gemma2Config),
-        (Gemma3ForCausalLM, Gemma3TextConfig),
-    ],
-)
-def test_what_config_json_does_not_say_is_what_transformers_assumes(
-    family: type[LlamaForCausalLM], theirs: type[PreTrainedConfig]
-) -> None:
-    expected, config = theirs(), family.read_config({})
+@pytest.mark.parametrize("family", [family for family in DECODERS if family != "LlamaForCausalLM"])
+def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str) -> None:
+    # Its default heads do not divide its hidden size.
+    fields = {"head_dim": 128} if family == "Glm4MoeForCausalLM" else {}
+    expected, config = getattr(transformers, family).config_class(**fields), DECODERS[family].read_config(fields)
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -216,9 +216,11 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         "num_heads": "num_attention_heads",
         "num_kv_heads": "num_key_value_heads",
         "activation": "hidden_activation" if hasattr(expected, "hidden_activation") else "hidden_act",
-        "rms_norm_eps": "rms_norm_eps",
+        "norm_eps": next(name for name in NORM_EPS if hasattr(expected, name)),
         "tied": "tie_word_embeddings",
     }
+    if config.activation == CLAMPED_SWIGLU:
+        del names["activation"]
     for ours, name in names.items():
         assert getattr(config, ours) == getattr(expected, name), name
     head_dim = getattr(expected, "head_dim", None)
@@ -238,12 +240,14 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         assert (experts.count, experts.num_chosen) == (count or other, chosen)
         assert (experts.inner_size, experts.normalized) == (
             inner or expected.intermediate_size,
-            normalized is not False,
+            normalized is not False and experts.scoring is not Scoring.SPARSE_MIXER,
         )
-        assert experts.shared_inner_size == getattr(expected, "shared_expert_intermediate_size", None)
+        shared = getattr(expected, "n_shared_experts", 0) * (inner or 0) or None
+        assert experts.shared_inner_size == getattr(expected, "shared_expert_intermediate_size", shared)
     if (scale := getattr(expected, "query_pre_attn_scalar", None)) is not None:
         assert config.attention_scale == scale**-0.5
         assert config.logit_cap == expected.final_logit_softcapping
+    assert config.logit_scale == getattr(expected, "logit_scale", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
 def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
     with pytest.raises(ConfigurationError, match=message):
-        Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+        DECODERS["Qwen2ForCausalLM"].from_config(config, Placement(CPU, torch.float32))
 
 
 def test_gemma_3_as_transformers_4_wrote_it() -> None:
@@ -272,7 +276,7 @@ def test_gemma_3_as_transformers_4_wrote_it() -> None:
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "sliding_window_pattern": 3,
     }
-    expected, config = Gemma3TextConfig(**written), Gemma3ForCausalLM.read_config(written)
+    expected, config = Gemma3TextConfig(**written), DECODERS["Gemma3ForCausalLM"].read_config(written)
     assert config.sliding_rope is not None
     for rope, kind in ((config.rope, "full_attention"), (config.sliding_rope, "sliding_attention")):
         section = expected.rope_parameters[kind]
@@ -292,51 +296,51 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
     ("family", "fields", "message"),
     [
         (
-            MixtralForCausalLM,
+            "Mixtral",
             {"num_local_experts": 3, "num_experts_per_tok": 4},
             "num_experts_per_tok is 4; expected at",
         ),
         (
-            MixtralForCausalLM,
+            "Mixtral",
             {"num_local_experts": 10**9},
             "num_experts is 1000000000; expected at most 65536 in 2 layers",
         ),
-        (Qwen3MoeForCausalLM, {**EXPERTS, "mlp_only_layers": ["1"]}, "expected a list of layers"),
-        (Qwen2MoeForCausalLM, {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": ["1"]}, "expected a list of layers"),
+        ("Qwen2Moe", {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
-            GemmaForCausalLM,
+            "Gemma",
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention is True; expected false",
         ),
         (
-            Gemma2ForCausalLM,
+            "Gemma2",
             {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
             "expected only full_attention if no sliding window is used",
         ),
         (
-            Gemma3ForCausalLM,
+            "Gemma3",
             {"rope_parameters": {"rope_theta": 1e4}},
             "expected sections for full_attention and sliding_",
         ),
-        (Gemma3ForCausalLM, {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
-        (Phi3ForCausalLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
-        (Phi3ForCausalLM, {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
+        ("Phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
+        ("Phi3", {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
         (
-            Phi3ForCausalLM,
+            "Phi3",
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             "rope_type is 'yarn'; expected default or longrope",
         ),
-        (LlamaForCausalLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
     ],
 )
-def test_what_a_family_cannot_be_is_refused(
-    family: type[LlamaForCausalLM], fields: dict[str, Any], message: str
-) -> None:
+def test_what_a_family_cannot_be_is_refused(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        family.read_config({"num_hidden_layers": 2, **fields})
+        DECODERS[f"{family}ForCausalLM"].read_config({"num_hidden_layers": 2, **fields})
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
-    make_model(tmp_path, "olmo2")
-    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
+    make_model(tmp_path, "nemotron")
+    with pytest.raises(
+        ConfigurationError, match=r"NemotronForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"
+    ):
         load(tmp_path, model_impl="native")
