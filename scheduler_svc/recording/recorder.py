@@ -174,7 +174,7 @@ class _Writer:
         if segment:
             # In a separate process, since running the core takes the processor from this one.
             self._compacting = subprocess.Popen(
-                [*command_of("scheduler_svc.recording.compact"), self.path, str(segment)],
+                [*command_of("scheduler_svc.recording.replay"), self.path, str(segment)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
