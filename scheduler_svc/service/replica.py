@@ -301,7 +301,10 @@ class Replica:
             # Workers measure `fixed_tokens` at each start, and it differs a little: that requires no new pool.
             before_start = self.scheduler.config
             if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
-                self._refit(self.scheduler, config)
+                _logger.warning("the worker came back with another geometry: %s", config)
+                failures = self.scheduler.refit(config, clock.monotonic())
+                self.pins.wake_waiters()
+                self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
         failpoint("scheduler.attach.before_inventory")
         self.scheduler.restore_sealed(link.sealed)
         self.cache.report_changes()
@@ -365,13 +368,6 @@ class Replica:
         for key in keys:
             scheduler.abort(key)
         failures = [RequestFailure(key, MODEL_CHANGED, message, self.epoch) for key in keys]
-        self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
-
-    def _refit(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
-        """The worker came back with a pool of another size."""
-        _logger.warning("the worker came back with another geometry: %s", config)
-        failures = scheduler.refit(config, clock.monotonic())
-        self.pins.wake_waiters()
         self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
 
