@@ -174,7 +174,7 @@ class _Writer:
         if segment:
             # In a separate process, since running the core takes the processor from this one.
             self._compacting = subprocess.Popen(
-                [*command_of("scheduler_svc.recording.compact"), self.path, str(segment)],
+                [*command_of("scheduler_svc.recording.replay"), self.path, str(segment)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -278,13 +278,16 @@ class RecordedScheduler:
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         blocks = list(sealed)
-        self._tell(lambda: self._core.restore_sealed(blocks), lambda _: self._sealed_message(blocks))
+        self._tell(
+            lambda: self._core.restore_sealed(blocks),
+            lambda _: messages.call_message(
+                "restore_sealed",
+                blocks=encode_int32([block for block, _ in blocks]),
+                hashes=self._names(content for _, content in blocks),
+            ),
+        )
         self.restored.clear()
         self._expect(content for _, content in blocks)
-
-    def _sealed_message(self, sealed: Sequence[tuple[BlockId, BlockHash]]) -> Operation:
-        blocks = encode_int32([block for block, _ in sealed])
-        return messages.call_message("restore_sealed", blocks=blocks, hashes=self._names(each for _, each in sealed))
 
     def _names(self, hashes: Iterable[BlockHash]) -> bytes:
         return b"".join(hashes if self._hider is None else map(self._hider.name_of, hashes))

@@ -4,6 +4,8 @@ The core is deterministic: time, ids and results are its arguments. So the same 
 changed version shows where its plans begin to differ.
 """
 
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -261,9 +263,7 @@ def replay(path: Path, *, checks: bool = True, show: Callable[[str], None] | Non
     """Runs the core on a recording, from its snapshot if it has one. Raises RecordingError."""
     header = read_header(path)
     replayer = Replayer(checks=checks, show=show)
-    first = 0
-    if header.segment and _has_snapshot(path, header):
-        first = _load_snapshot(path, header, replayer)
+    first = _load_snapshot(path, header, replayer)
     report = replayer.report
     try:
         for segment in range(first, header.segment + 1):
@@ -305,7 +305,7 @@ def compact(path: Path, newest: Header, end: int) -> None:
     """Replaces the files before number `end` by a snapshot of the core after them. If the core's plans differ from the
     recording, raises RecordingError and changes nothing."""
     replayer = Replayer(checks=False)
-    first = _load_snapshot(path, newest, replayer) if _has_snapshot(path, newest) else 0
+    first = _load_snapshot(path, newest, replayer)
     for segment in range(first, end):
         _replay_segment(path, newest, segment, replayer)
     report = replayer.report
@@ -317,12 +317,6 @@ def compact(path: Path, newest: Header, end: int) -> None:
     _write_snapshot(path, newest, end, replayer)
     for segment in range(first, end):
         segment_path(path, segment).unlink()
-
-
-def _has_snapshot(path: Path, newest: Header) -> bool:
-    """Whether this recording has a snapshot. A snapshot of an earlier recording may have outlived its other files."""
-    snapshot = snapshot_path(path)
-    return snapshot.exists() and read_header(snapshot).recording_id == newest.recording_id
 
 
 def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer) -> None:
@@ -338,12 +332,16 @@ def _write_snapshot(path: Path, newest: Header, segment: int, replayer: Replayer
 
 
 def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
-    """Loads the snapshot, and returns the number of the file that continues after it."""
+    """Loads the recording's snapshot, if it has one, and returns the number of the file that continues after it."""
     snapshot = snapshot_path(path)
+    if not snapshot.exists():
+        return 0
     header, frames = open_frames(snapshot)
     try:
         with closing(frames):
-            _check_same(snapshot, header, newest)
+            if header.recording_id != newest.recording_id:
+                # It has outlived the other files of an earlier recording.
+                return 0
             cores = list(map(load, frames))
     except DamagedError as error:
         raise RecordingError(f"{snapshot} is damaged; what comes after it cannot be replayed") from error
@@ -355,3 +353,19 @@ def _load_snapshot(path: Path, newest: Header, replayer: Replayer) -> int:
         raise RecordingError(f"{snapshot} holds no core")
     replayer.scheduler, replayer.before = cores[0], next(iter(cores[1:]), None)
     return header.segment
+
+
+def main() -> int:
+    """`FILE END` replaces the files before number END by a snapshot, at the lowest priority: for the recorder."""
+    path, end = Path(sys.argv[1]), int(sys.argv[2])
+    os.nice(19)
+    try:
+        compact(path, read_header(path), end)
+    except (RecordingError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -68,62 +68,56 @@ def _describe(value: Any, refer: Callable[[object], object]) -> list[object]:
 
 def load(data: bytes) -> Any:
     """The object that `dump` wrote. Raises an error of any class for data that is not of this version's core."""
-    return _Reader(json.loads(data)).read()
+    entries = json.loads(data)
+    made: dict[int, Any] = {}
 
-
-class _Reader:
-    """Makes the objects of entries. They may refer to each other in circles, so they are filled once all are made."""
-
-    def __init__(self, entries: list[list[Any]]) -> None:
-        self._entries = entries
-        self._made: dict[int, Any] = {}
-
-    def read(self) -> Any:
-        """The object of the first entry."""
-        filled = [(self._value([number]), content) for number, (_, *content) in enumerate(self._entries)]
-        # Attributes come first: keys of tables are hashed by theirs.
-        for made, content in filled:
-            for name, value in content[0].items() if content and isinstance(content[0], dict) else ():
-                object.__setattr__(made, name, self._value(value))
-        for made, content in filled:
-            if isinstance(made, dict):
-                for key, value in content:
-                    made[self._value(key)] = self._value(value)
-            elif isinstance(made, set):
-                made.update(map(self._value, content))
-            elif isinstance(made, list | deque):
-                made.extend(map(self._value, content))
-        return self._made[0]
-
-    def _value(self, reference: Any) -> Any:
+    def resolve(reference: Any) -> Any:
+        """The object of a reference, which may have to be filled yet: objects may refer to each other in circles."""
         if not isinstance(reference, list):
             return reference
         (number,) = reference
-        if number not in self._made:
-            self._made[number] = self._make(*self._entries[number])
-        return self._made[number]
+        if number not in made:
+            made[number] = _make(resolve, *entries[number])
+        return made[number]
 
-    def _make(self, kind: str, *content: Any) -> Any:
-        match kind, *content:
-            case "bytes" | "bytearray", digits:
-                return _KINDS[kind].fromhex(digits)
-            case "tuple" | "frozenset", *values:
-                return _KINDS[kind](map(self._value, values))
-            case "objects", *values:
-                return np.array([*map(self._value, values)], object)
-            case "numbers", dtype, shape, digits if np.dtype(dtype).kind in "biuf":
-                array = np.frombuffer(bytearray.fromhex(digits), dtype).reshape(shape)
-                return array if shape else array[()]
-            case "method", owner, name if not name.startswith("_"):
-                return getattr(_class_of(owner) if isinstance(owner, str) else self._value(owner), name)
-            case _, dict():
-                return object.__new__(_class_of(kind))
-            case _ if kind in _KINDS:
-                return _KINDS[kind]()
-            case _, member if issubclass(enum := _class_of(kind), Enum):
-                return enum[member]
-            case _, *values:
-                return tuple.__new__(_class_of(kind), map(self._value, values))
+    contents = [(resolve([number]), content) for number, (_, *content) in enumerate(entries)]
+    # Attributes come first: keys of tables are hashed by theirs.
+    for each, content in contents:
+        for name, value in content[0].items() if content and isinstance(content[0], dict) else ():
+            object.__setattr__(each, name, resolve(value))
+    for each, content in contents:
+        if isinstance(each, dict):
+            for key, value in content:
+                each[resolve(key)] = resolve(value)
+        elif isinstance(each, set):
+            each.update(map(resolve, content))
+        elif isinstance(each, list | deque):
+            each.extend(map(resolve, content))
+    return made[0]
+
+
+def _make(resolve: Callable[[Any], Any], kind: str, *content: Any) -> Any:
+    """The object of an entry; a table, a list and one with attributes is empty."""
+    match kind, *content:
+        case "bytes" | "bytearray", digits:
+            return _KINDS[kind].fromhex(digits)
+        case "tuple" | "frozenset", *values:
+            return _KINDS[kind](map(resolve, values))
+        case "objects", *values:
+            return np.array([*map(resolve, values)], object)
+        case "numbers", dtype, shape, digits if np.dtype(dtype).kind in "biuf":
+            array = np.frombuffer(bytearray.fromhex(digits), dtype).reshape(shape)
+            return array if shape else array[()]
+        case "method", owner, name if not name.startswith("_"):
+            return getattr(_class_of(owner) if isinstance(owner, str) else resolve(owner), name)
+        case _, dict():
+            return object.__new__(_class_of(kind))
+        case _ if kind in _KINDS:
+            return _KINDS[kind]()
+        case _, member if issubclass(enum := _class_of(kind), Enum):
+            return enum[member]
+        case _, *values:
+            return tuple.__new__(_class_of(kind), map(resolve, values))
 
 
 def _name_of(kind: type) -> str:

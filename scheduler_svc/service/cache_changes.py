@@ -14,7 +14,6 @@ for half a million blocks this takes some tenths of a second in total, and no tu
 
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Protocol
 
 from quire.messages.prefix_hashes import BlockHash, short
 from scheduler_svc.core.cache_log import CacheChanges, CacheLog
@@ -34,11 +33,8 @@ _READ_AT_ONCE = 8_192
 
 _READ_INTERVAL_S = 0.005
 
-
-class CacheWatcher(Protocol):
-    """Gets changes, and the limits of the pool that they belong to. It must not wait, and must not raise."""
-
-    def __call__(self, changes: CacheChanges, config: SchedulerConfig) -> None: ...
+CacheWatcher = Callable[[CacheChanges, SchedulerConfig], None]
+"""Gets changes, and the limits of the pool that they belong to. It must not wait, and must not raise."""
 
 
 class CacheFeed:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from google.rpc import code_pb2
 
@@ -25,7 +25,6 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.lifecycle import Lifecycle
-from scheduler_svc.service.metrics import Served
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.replica import MODEL_CHANGED, Replica
 from scheduler_svc.service.requests import GATEWAYS
@@ -346,14 +345,19 @@ async def state_message(
         message.step_tokens.CopyFrom(
             scheduler_pb2.StepTokens(bounds=map(int, tokens.bounds), steps=tokens.counts, tokens=int(tokens.sum))
         )
-        message.served.CopyFrom(_served_message(replica.metrics.served, scheduler))
+        served = replica.metrics.served
+        message.served.generated_tokens = served.num_tokens
+        message.served.running_sequences = int(scheduler.batch.rows.active.sum())
+        if (first_token_ms := served.first_token_ms()) is not None:
+            message.served.first_token_ms_p50, message.served.first_token_ms_p95 = first_token_ms
         drafts = scheduler.draft_counts
         message.drafts.CopyFrom(
             scheduler_pb2.DraftCounts(samples=drafts.num_samples, drafts=drafts.num_drafts, accepted_at=drafts.right_at)
         )
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
-        await _add_sequences(message, [_Snapshot.from_sequence(scheduler, sequence) for sequence in sequences])
+        snapshots = [_snapshot_of(scheduler, sequence) for sequence in sequences]
+        await _add_sequences(message, snapshots, scheduler.config.block_size)
     return message
 
 
@@ -368,16 +372,6 @@ def _load_message(scheduler: Scheduler, is_of_gateway: Callable[[RequestKey], bo
     )
 
 
-def _served_message(served: Served, scheduler: Scheduler) -> scheduler_pb2.ServedLoad:
-    median, rare = served.first_token_ms() or (None, None)
-    return scheduler_pb2.ServedLoad(
-        generated_tokens=served.num_tokens,
-        running_sequences=int(scheduler.batch.rows.active.sum()),
-        first_token_ms_p50=median,
-        first_token_ms_p95=rare,
-    )
-
-
 async def blocks_message(scheduler: Scheduler | None, request_id: str | None) -> scheduler_pb2.InspectBlocksResponse:
     """Every block that a live sequence holds, of one request or of all, and all blocks that can still be hit."""
     message = scheduler_pb2.InspectBlocksResponse()
@@ -386,13 +380,13 @@ async def blocks_message(scheduler: Scheduler | None, request_id: str | None) ->
     pool = scheduler.batch.blocks.pool
     add_pools(message, scheduler)
     groups = [each for each in scheduler.groups() if request_id is None or each.request.request_id == request_id]
-    snapshots = [_Snapshot.from_sequence(scheduler, sequence) for group in groups for sequence in group.unfinished]
+    snapshots = [_snapshot_of(scheduler, sequence) for group in groups for sequence in group.unfinished]
     free = pool.free_blocks()
     cached = [
         (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
     ]
     block_size = scheduler.config.block_size
-    await _add_sequences(message, snapshots)
+    await _add_sequences(message, snapshots, block_size)
     for start in range(0, len(cached), _BLOCKS_AT_ONCE):
         for block, content in cached[start : start + _BLOCKS_AT_ONCE]:
             message.cached.add(block_id=block, filled=block_size, block_hash=content)
@@ -413,55 +407,41 @@ def _worker_messages(replica: Replica, loading: LoadProgress | None) -> list[sch
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """A sequence, and the reference count and hash of each block of its table."""
 
     state: scheduler_pb2.SequenceState
-    block_size: int
     blocks: tuple[BlockId, ...]
     ref_counts: list[int]
     hashes: list[BlockHash | None]
 
-    @classmethod
-    def from_sequence(cls, scheduler: Scheduler, sequence: Sequence) -> "_Snapshot":
-        is_swapped = sequence.status is SequenceStatus.SWAPPED
-        pool = scheduler.batch.blocks.host.pool if is_swapped else scheduler.batch.blocks.pool
-        state = scheduler_pb2.SequenceState(
-            request_id=sequence.request.request_id,
-            sequence_index=sequence.index,
-            status=f"SEQUENCE_STATUS_{sequence.status.name}",
-            num_tokens=sequence.num_tokens,
-            num_computed_tokens=scheduler.num_computed_tokens(sequence),
-        )
-        table = tuple(sequence.block_table)
-        return cls(state, scheduler.config.block_size, table, pool.ref_counts_of(table), pool.hashes_of(table))
 
-    def block_states(self, first: int, end: int) -> list[scheduler_pb2.BlockState]:
-        """The states of the blocks with these logical indices."""
-        num_computed, size = self.state.num_computed_tokens, self.block_size
-        return [
-            scheduler_pb2.BlockState(
-                block_id=self.blocks[index],
-                filled=min(max(num_computed - index * size, 0), size),
-                ref_count=self.ref_counts[index],
-                block_hash=self.hashes[index],
-            )
-            for index in range(first, min(end, len(self.blocks)))
-        ]
+def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
+    is_swapped = sequence.status is SequenceStatus.SWAPPED
+    pool = scheduler.batch.blocks.host.pool if is_swapped else scheduler.batch.blocks.pool
+    state = scheduler_pb2.SequenceState(
+        request_id=sequence.request.request_id,
+        sequence_index=sequence.index,
+        status=f"SEQUENCE_STATUS_{sequence.status.name}",
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=scheduler.num_computed_tokens(sequence),
+    )
+    table = tuple(sequence.block_table)
+    return _Snapshot(state, table, pool.ref_counts_of(table), pool.hashes_of(table))
 
 
 async def _add_sequences(
-    message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse, snapshots: Iterable[_Snapshot]
+    message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse,
+    snapshots: Iterable[_Snapshot],
+    block_size: int,
 ) -> None:
     num_blocks = 0
-    for snapshot in snapshots:
+    for state, *blocks in snapshots:
         sequence = message.sequences.add()
-        sequence.CopyFrom(snapshot.state)
-        for first in range(0, len(snapshot.blocks), _BLOCKS_AT_ONCE):
-            states = snapshot.block_states(first, first + _BLOCKS_AT_ONCE)
-            sequence.block_table.extend(states)
-            num_blocks += len(states)
-            if num_blocks >= _BLOCKS_AT_ONCE:
+        sequence.CopyFrom(state)
+        for index, (block, ref_count, content) in enumerate(zip(*blocks, strict=True)):
+            filled = min(max(state.num_computed_tokens - index * block_size, 0), block_size)
+            sequence.block_table.add(block_id=block, filled=filled, ref_count=ref_count, block_hash=content)
+            num_blocks += 1
+            if num_blocks % _BLOCKS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-                num_blocks = 0

@@ -23,7 +23,7 @@ from quire.messages.prefix_hashes import BlockHash, short
 from quire.rpc.address import UnixAddress, check_bindable
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
-from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
+from scheduler_svc.core.cache_log import CacheChanges
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.settings import SchedulerSettings
 
@@ -117,18 +117,15 @@ def _stored(changes: CacheChanges, block_size: int) -> Iterator[BlockStored]:
             if event is not None:
                 yield event
             parent = None if tokens.parent is None else _number(tokens.parent)
-            event = BlockStored([], parent, [], block_size, _adapter_id(tokens), lora_name=tokens.adapter_name)
+            # A number that names the adapter by its content, equal in all schedulers.
+            digest = tokens.adapter_digest
+            adapter_id = None if digest is None else int.from_bytes(digest[:_ADAPTER_ID_BYTES], "big")
+            event = BlockStored([], parent, [], block_size, adapter_id, lora_name=tokens.adapter_name)
         event.block_hashes.append(_number(content))
         event.token_ids += tokens.token_ids
         last = content
     if event is not None:
         yield event
-
-
-def _adapter_id(tokens: CachedTokens) -> int | None:
-    """A number that names an adapter by its content, equal in all schedulers."""
-    digest = tokens.adapter_digest
-    return None if digest is None else int.from_bytes(digest[:_ADAPTER_ID_BYTES], "big")
 
 
 def _number(content: BlockHash) -> int:

@@ -16,6 +16,7 @@ from quire.runtime import clock
 from quire.service.histograms import COUNTS, SECONDS, SMALL_COUNTS, Histograms, TenantLabels
 from quire.service.metrics import CallCounts
 from scheduler_svc.core.moves import Arriving
+from scheduler_svc.core.prefix_index import PrefixIndex
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import SequenceGroup
@@ -173,12 +174,7 @@ class _State(Collector):
         lengths = {name: len(queue) for name, queue in queues.items()}
         yield _gauges("live_requests", "Live requests.", "queue", lengths)
         pool, host = scheduler.batch.blocks.pool, scheduler.batch.blocks.host.pool
-        blocks = {
-            "free": pool.num_free - pool.num_cached,
-            "cached": pool.num_cached,
-            "used": pool.num_used,
-            "pinned": scheduler.pins.num_pinned,
-        }
+        blocks = _blocks_of(pool) | {"pinned": scheduler.pins.num_pinned}
         yield _gauges("gpu_blocks", "Blocks of the GPU pool.", "state", blocks)
         yield _gauge(
             "kv_cache_usage", "Share of the GPU pool that is in use, 1 is all.", pool.num_used / pool.num_blocks
@@ -186,8 +182,7 @@ class _State(Collector):
         arrivals = [group.timeline.arrived for group in scheduler.waiting.all() if group.timeline.started is None]
         oldest_s = clock.monotonic() - min(arrivals) if arrivals else 0.0
         yield _gauge("oldest_waiting_seconds", "Waiting time of the oldest request that no step had yet.", oldest_s)
-        of_host = {"free": host.num_free - host.num_cached, "cached": host.num_cached, "used": host.num_used}
-        yield _gauges("host_blocks", "Blocks of the host pool.", "state", of_host)
+        yield _gauges("host_blocks", "Blocks of the host pool.", "state", _blocks_of(host))
         yield _gauge("disk_blocks", "Blocks that the workers keep on disk.", len(scheduler.tier))
         reserved = scheduler.reservations.num_blocks
         yield _gauge("arriving_blocks", "Blocks that workers fetch now.", reserved(Kind.FETCH))
@@ -281,6 +276,10 @@ class _TenantMetrics(Collector):
             label = self._labels.of(tenant)
             totals[label] = totals.get(label, 0) + number
         return totals
+
+
+def _blocks_of(pool: PrefixIndex) -> dict[str, int]:
+    return {"free": pool.num_free - pool.num_cached, "cached": pool.num_cached, "used": pool.num_used}
 
 
 def _gauge(name: str, help_text: str, value: float) -> Metric:

@@ -50,6 +50,16 @@ from scheduler_svc.settings import SchedulerSettings
 MODEL_CHANGED = "MODEL_CHANGED"
 """Failure reason of requests that began with another model than the one that is attached now."""
 
+_OF_SETTINGS = (
+    "max_waiting_requests", "max_waiting_tokens", "tenant_overflow", "watermark", "pin_quota", "max_pinned",
+    "max_prefill_share",
+)  # fmt: skip
+_OF_WORKERS = (
+    "block_size", "max_model_len", "num_host_blocks", "prepares_constraints", "max_adapters", "max_drafts",
+    "fixed_tokens", "max_passes",
+)  # fmt: skip
+"""Parts of the core's configuration that settings and workers have under the same name."""
+
 _logger = logging.getLogger(__name__)
 _LEASE_BYTES = 16
 # A timer may fire a little early.
@@ -291,7 +301,10 @@ class Replica:
             # Workers measure `fixed_tokens` at each start, and it differs a little: that requires no new pool.
             before_start = self.scheduler.config
             if replace(config, fixed_tokens=before_start.fixed_tokens) != before_start:
-                self._refit(self.scheduler, config)
+                _logger.warning("the worker came back with another geometry: %s", config)
+                failures = self.scheduler.refit(config, clock.monotonic())
+                self.pins.wake_waiters()
+                self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
         failpoint("scheduler.attach.before_inventory")
         self.scheduler.restore_sealed(link.sealed)
         self.cache.report_changes()
@@ -357,39 +370,19 @@ class Replica:
         failures = [RequestFailure(key, MODEL_CHANGED, message, self.epoch) for key in keys]
         self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
 
-    def _refit(self, scheduler: Scheduler, config: SchedulerConfig) -> None:
-        """The worker came back with a pool of another size."""
-        _logger.warning("the worker came back with another geometry: %s", config)
-        failures = scheduler.refit(config, clock.monotonic())
-        self.pins.wake_waiters()
-        self.emit(0, {GATEWAYS: ClientEvents(failed=failures)})
-
 
 def core_config(settings: SchedulerSettings, info: ReplicaInfo) -> SchedulerConfig:
     """The core's configuration: the workers' pool, and of each limit the lower of ours and the workers'."""
     max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
     return SchedulerConfig(
+        **{name: getattr(settings, name) for name in _OF_SETTINGS},
+        **{name: getattr(info, name) for name in _OF_WORKERS},
         num_blocks=info.num_gpu_blocks,
-        block_size=info.block_size,
         # Each running sequence takes at least one token of a step.
         max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max_num_batched_tokens),
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        max_waiting_requests=settings.max_waiting_requests,
-        max_waiting_tokens=settings.max_waiting_tokens,
-        tenant_overflow=settings.tenant_overflow,
-        watermark=settings.watermark,
-        num_host_blocks=info.num_host_blocks,
         # On a CPU the pool is in the same memory: host blocks would be copies, and no additional room.
         caches_on_host=info.device != "cpu",
         policy=PolicyKind(settings.policy),
         preemption_mode=PreemptionMode(settings.preemption_mode),
-        pin_quota=settings.pin_quota,
-        max_pinned=settings.max_pinned,
-        max_prefill_share=settings.max_prefill_share,
-        prepares_constraints=info.prepares_constraints,
-        max_adapters=info.max_adapters,
-        max_drafts=info.max_drafts,
-        fixed_tokens=info.fixed_tokens,
-        max_passes=info.max_passes,
     )

@@ -307,15 +307,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _resubmit(self, submit: pb.Submit, request: Request, reader: Reader) -> bool:
         """Attaches the reader of a known request. Returns whether it is known."""
-        if submit.resubmitted and not submit.offer:
-            held = Held.of_resubmission(request, submit.num_prompt_logprobs)
-            if self._requests.resubmit(request, submit.nonce, reader, held):
-                for index in held.ended:
-                    # A stop string ended it, and the gateway's Abort may be lost.
-                    abort = pb.Abort(handle=reader.handle, sequence_index=index, wants_usage=True)
-                    self._abort(abort, reader)
-                return True
-        return False
+        held = Held.of_resubmission(request, submit.num_prompt_logprobs)
+        if submit.offer or not submit.resubmitted or not self._requests.resubmit(request, submit.nonce, reader, held):
+            return False
+        for index in held.ended:
+            # A stop string ended it, and the gateway's Abort may be lost.
+            self._abort(pb.Abort(handle=reader.handle, sequence_index=index, wants_usage=True), reader)
+        return True
 
     def _enter(self, submit: pb.Submit, request: Request, reader: Reader) -> None:
         description = submit.SerializeToString() if _can_be_replayed(submit) else None

@@ -222,11 +222,6 @@ def _waiting_messages(scheduler: Scheduler, now: float, *, is_attached: bool) ->
         )
 
 
-def present_of(frame: Frame) -> Frame:
-    """The part of a frame about the present, without the steps and requests before it."""
-    return Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
-
-
 def with_memory(frame: Frame, changes: Changes, events: MemoryChanges) -> Frame:
     """The frame with changes of block tables and names, and events of blocks."""
     memory = MemoryChanges(

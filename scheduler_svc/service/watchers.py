@@ -65,11 +65,6 @@ class _Watcher:
         self.has_mail.set()
 
 
-def interval_after(cost_s: float) -> float:
-    """Seconds to the next frame, after one that took `cost_s` seconds of processor time."""
-    return max(_MIN_INTERVAL_S, cost_s / _MAX_SHARE)
-
-
 class Watchers:
     """All watchers of one replica."""
 
@@ -171,7 +166,7 @@ class Watchers:
                 for watcher in self._watchers:
                     watcher.needs_all = True
             cost_s, self._parts_s = clock.thread_time() - started + self._parts_s, 0.0
-            await asyncio.sleep(interval_after(cost_s))
+            await asyncio.sleep(max(_MIN_INTERVAL_S, cost_s / _MAX_SHARE))
 
     def look(self) -> None:
         """Makes a frame, and puts it into the outboxes. Makes none if nothing happened, unless the last one was long
@@ -229,7 +224,9 @@ class Watchers:
             if following is None:
                 return
             started = clock.thread_time()
-            frame, part, events = watch_messages.present_of(frame), following, MemoryChanges()
+            # The steps and requests of the past are in the first part.
+            frame = Frame(unix_seconds=frame.unix_seconds, numbers=frame.numbers, waiting=frame.waiting)
+            part, events = following, MemoryChanges()
 
     def _notes(self, now: float) -> list[StepNote]:
         """The decisions of the new plans."""

@@ -4,7 +4,7 @@ import zlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -309,12 +309,6 @@ class TierChanged:
     slots: list[int]
     hashes: list[BlockHash]
 
-    @classmethod
-    def from_message(cls, message: worker_pb2.TierChanged) -> Self:
-        """A change from its message. Raises InvalidArgument if the arrays of the message are malformed."""
-        slots = decode_int32(message.slots, "slots", minimum=0).tolist()
-        return cls(slots, _hashes(message.hashes, "hashes")[: len(slots)])
-
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
@@ -390,7 +384,8 @@ def answer_from(message: worker_pb2.RunResponse, vocab_size: int) -> WorkerAnswe
         case "fetched":
             return Fetched(Lease(message.fetched.lease), message.fetched.done)
         case "tier_changed":
-            return TierChanged.from_message(message.tier_changed)
+            slots = decode_int32(message.tier_changed.slots, "slots", minimum=0).tolist()
+            return TierChanged(slots, _hashes(message.tier_changed.hashes, "hashes")[: len(slots)])
         case _:
             return None
 
