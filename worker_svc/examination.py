@@ -51,8 +51,8 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("GPU", Verdict.WRONG if driver else Verdict.OK, found, advice)
         return
     for index in range(torch.cuda.device_count()):
-        of = torch.cuda.get_device_properties(index)
-        found = f"{of.name}, {of.total_memory / _GIB:.0f} GiB, compute capability {of.major}.{of.minor}"
+        gpu = torch.cuda.get_device_properties(index)
+        found = f"{gpu.name}, {gpu.total_memory / _GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
         yield Finding(f"GPU {index}", Verdict.OK, found)
     yield _triton()
 

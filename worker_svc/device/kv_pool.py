@@ -262,10 +262,8 @@ def allocate_pool(
         for num_blocks in (geometry.num_gpu_blocks + with_padding, geometry.num_host_blocks)
     )
     try:
-        gpu, seals = _map_layers(place, gpu_shapes, dtype) or (
-            tuple(zeros(shape, dtype, device) for shape in gpu_shapes),
-            None,
-        )
+        mapped = None if place is None else place.map(gpu_shapes[0][1], gpu_shapes, dtype)
+        gpu, seals = mapped or (tuple(zeros(shape, dtype, device) for shape in gpu_shapes), None)
         pinned = device.type == "cuda" and geometry.num_host_blocks > 0
         # One allocation for all layers of a shape: torch rounds each pinned one up to a power of two.
         host = tuple(
@@ -280,22 +278,6 @@ def allocate_pool(
             f"on the host take {shown_bytes(total)}"
         ) from error
     return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None, seals)
-
-
-def _map_layers(
-    place: PoolFile | None, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> tuple[tuple[Tensor, ...], SealInventory] | None:
-    """The layers in their file; None if they do better elsewhere."""
-    if place is None:
-        return None
-    mapped = place.map(shapes[0][1], shapes, dtype)
-    if mapped is None:
-        _logger.info(
-            "the KV pool ends with this worker: a file in memory gets no huge pages here, and steps would be slower; "
-            "--persistent-kv-cache on puts it there"
-        )
-        place.close()
-    return mapped
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

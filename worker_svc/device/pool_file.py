@@ -138,7 +138,7 @@ class PoolFile:
         self, num_blocks: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], SealInventory] | None:
         """Maps the layers of these shapes, of `num_blocks` blocks each; returns them with the inventory of the usable
-        earlier blocks. None if another place is better.
+        earlier blocks. If another place is better, closes the file and returns None.
 
         Raises:
             MemoryError: the file cannot be mapped.
@@ -159,6 +159,11 @@ class PoolFile:
             first = memory[layout.layer(0)]
             are_large = self._needs_huge_pages and first.nbytes >= HUGE_PAGE
             if are_large and not (populate(first, 0, HUGE_PAGE) and collapse(first, 0, HUGE_PAGE)):
+                _logger.info(
+                    "the KV pool ends with this worker: a file in memory gets no huge pages here, and steps would be "
+                    "slower; --persistent-kv-cache on puts it there"
+                )
+                self.close()
                 return None
             header = _header(self._namespace, num_blocks)
             os.pwrite(self._file, header[:-_DIGEST_BYTES], 0)

@@ -35,7 +35,18 @@ class Session:
         Raises:
             FailedPrecondition: another epoch or generation, a step out of order, or too many steps in flight.
         """
-        self._check_addressee(message)
+        if self.ended:
+            raise FailedPrecondition(f"the session of epoch {self.epoch} has ended", reason="SESSION_ENDED")
+        if message.scheduler_epoch != self.epoch:
+            raise FailedPrecondition(
+                f"scheduler_epoch is {message.scheduler_epoch}; this session is of epoch {self.epoch}",
+                reason="WRONG_EPOCH",
+            )
+        if message.worker_generation != self._worker_generation:
+            raise FailedPrecondition(
+                f"worker_generation is {message.worker_generation}; this worker is {self._worker_generation}",
+                reason="WRONG_GENERATION",
+            )
         step_id, expected = message.step_id, self._last_started + 1
         if step_id != expected:
             raise FailedPrecondition(
@@ -61,20 +72,6 @@ class Session:
     def end(self) -> None:
         """No further step is taken. Idempotent."""
         self.ended = True
-
-    def _check_addressee(self, message: StepRequest) -> None:
-        if self.ended:
-            raise FailedPrecondition(f"the session of epoch {self.epoch} has ended", reason="SESSION_ENDED")
-        if message.scheduler_epoch != self.epoch:
-            raise FailedPrecondition(
-                f"scheduler_epoch is {message.scheduler_epoch}; this session is of epoch {self.epoch}",
-                reason="WRONG_EPOCH",
-            )
-        if message.worker_generation != self._worker_generation:
-            raise FailedPrecondition(
-                f"worker_generation is {message.worker_generation}; this worker is {self._worker_generation}",
-                reason="WRONG_GENERATION",
-            )
 
 
 _VACANT_S = 30.0

@@ -360,7 +360,7 @@ class StepStream:
         end: QuireError | None = None
         try:
             async for request in requests:
-                self._take(request)
+                self._handle(request)
         except QuireError as error:
             end = error
         except Exception as error:
@@ -369,7 +369,7 @@ class StepStream:
         await self._idle.wait()
         self._outgoing.put_nowait(end)
 
-    def _take(self, request: worker_pb2.RunRequest) -> None:
+    def _handle(self, request: worker_pb2.RunRequest) -> None:
         """Begins the work of a message.
 
         Raises:
