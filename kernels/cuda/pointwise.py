@@ -120,7 +120,6 @@ def _silu_and_mul_kernel(output, x, x_stride, WIDTH: tl.constexpr, TILE: tl.cons
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`kernels.ops.silu_and_mul`."""
     width = x.shape[-1] // 2
     output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if not output.numel():
@@ -169,7 +168,6 @@ def _rotary_kernel(
 def rotary(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.ops.rotary`."""
     return rotated(query, positions, cos_sin_cache), rotated(key, positions, cos_sin_cache)
 
 
