@@ -24,7 +24,8 @@ _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernel
 
 
 class Implementation(Protocol):
-    """The operations that `kernels.ops` calls after its checks, with the same arguments."""
+    """The operations that `kernels.ops` calls after its checks, with the same arguments. Norms with a `residual` are of
+    its sum with x, which they write into it; it is contiguous."""
 
     def paged_attention(
         self,
@@ -43,24 +44,23 @@ class Implementation(Protocol):
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None: ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor: ...
-
-    def add_layer_norm(
+    def rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor

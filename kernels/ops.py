@@ -199,7 +199,8 @@ def add_rms_norm(
     check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return implementation_for(x.device).add_rms_norm(x, residual, weight, eps, offset)
+    residual = residual.contiguous()
+    return implementation_for(x.device).rms_norm(x, weight, eps, offset, residual), residual
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -215,7 +216,8 @@ def add_layer_norm(
     check_layer_norm(x, weight, bias)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return implementation_for(x.device).add_layer_norm(x, residual, weight, bias, eps)
+    residual = residual.contiguous()
+    return implementation_for(x.device).layer_norm(x, weight, bias, eps, residual), residual
 
 
 def rotary(

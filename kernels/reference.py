@@ -16,8 +16,6 @@ from kernels.packed_weight import PackedWeight, Quantization
 
 __all__ = [
     "ScoreRule",
-    "add_layer_norm",
-    "add_rms_norm",
     "copy_blocks",
     "layer_norm",
     "pack_weight",
@@ -76,7 +74,10 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         to_cache.index_copy_(1, to_ids, from_cache.index_select(1, from_ids).to(to_cache.device))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    x = x if residual is None else residual.add_(x)
     if not offset:
         return functional.rms_norm(x, weight.shape, weight, eps)
     # float64 is not narrowed.
@@ -84,22 +85,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    x = x if residual is None else residual.add_(x)
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = residual + x
-    return layer_norm(total, weight, bias, eps), total
 
 
 def rotary(

@@ -171,38 +171,29 @@ class CpuKernels:
         self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-        if not _same_dtype(x, weight):
-            return reference.rms_norm(x, weight, eps, offset)
-        return self._norm(Operation.RMS_NORM, x, None, weight, None, eps, offset)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _same_dtype(x, weight):
-            return reference.add_rms_norm(x, residual, weight, eps, offset)
-        residual = residual.contiguous()
-        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps, offset), residual
-
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor:
-        if not _same_dtype(x, weight, bias):
-            return reference.layer_norm(x, weight, bias, eps)
-        return self._norm(Operation.LAYER_NORM, x, None, weight, bias, eps)
-
-    def add_layer_norm(
+    def rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not _same_dtype(x, weight):
+            return reference.rms_norm(x, weight, eps, offset, residual)
+        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps, offset)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not _same_dtype(x, weight, bias):
-            return reference.add_layer_norm(x, residual, weight, bias, eps)
-        residual = residual.contiguous()
-        return self._norm(Operation.LAYER_NORM, x, residual, weight, bias, eps), residual
+            return reference.layer_norm(x, weight, bias, eps, residual)
+        return self._norm(Operation.LAYER_NORM, x, residual, weight, bias, eps)
 
     def _norm(
         self,

@@ -10,11 +10,9 @@ specialize on, so that serving compiles nothing once each kernel has run. Values
 
 from kernels.cuda.attention import paged_attention
 from kernels.cuda.blocks import copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
-from kernels.cuda.pointwise import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
+from kernels.cuda.pointwise import layer_norm, rms_norm, rotary, silu_and_mul
 
 __all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
     "copy_blocks",
     "layer_norm",
     "paged_attention",
