@@ -127,8 +127,8 @@ class BlockMoves(Protocol):
     ) -> None: ...
 
 
-class _GpuOperations(Implementation, BlockMoves, Protocol):
-    pass
+class GpuOperations(Implementation, BlockMoves, Protocol):
+    """All operations that have a kernel for GPUs."""
 
 
 def implementation_for(device: torch.device) -> Implementation:
@@ -169,7 +169,7 @@ def block_moves_for(device: torch.device) -> BlockMoves:
     return _gpu_operations() if device.type == "cuda" else reference
 
 
-def _gpu_operations() -> _GpuOperations:
+def _gpu_operations() -> GpuOperations:
     """The Triton kernels; the reference, with a warning in the log, if Triton is missing or does not work."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("no Triton, the operations on the GPU run in plain torch")

@@ -14,21 +14,6 @@ from torch.nn import functional
 from kernels.int8 import quantize
 from kernels.packed_weight import PackedWeight, Quantization
 
-__all__ = [
-    "ScoreRule",
-    "copy_blocks",
-    "layer_norm",
-    "pack_weight",
-    "paged_attention",
-    "product",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary",
-    "rotary_and_cache",
-    "silu_and_mul",
-    "swap_blocks",
-]
-
 # Bound on the elements of keys and values that one group of decodes gathers, and so on attention's memory.
 MAX_GATHERED_ELEMENTS = 1 << 24
 # Contexts up to this many tokens share a group whatever their lengths: padding them costs less than another group.
