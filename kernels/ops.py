@@ -17,24 +17,18 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import host_memory, int8, reference
-from kernels.backends import (
+from kernels.backends import (  # noqa: F401  (three of these are for importers of this module)
     Products,
     block_moves_for,
     coded_products_for,
     draws_for,
     has_fp8_products_for,
     implementation_for,
+    largest_head_dim,
+    name_of,
+    numerics_of,
     packed_products_for,
     reads_int8_pools,
-)
-from kernels.backends import (
-    largest_head_dim as largest_head_dim,
-)
-from kernels.backends import (
-    name_of as name_of,
-)
-from kernels.backends import (
-    numerics_of as numerics_of,
 )
 from kernels.checks import (
     FLOATING,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from kernels.cpu.library import (
     ShrinkArgs,
     SiluArgs,
 )
-from kernels.cpu.low_rank import TokenAddends
+from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.cpu.packing import (
     Empty,
     WeightPacker,
@@ -84,20 +84,8 @@ class ProductShape:
         return int(self.out_features * self.in_features * self.number_bits / 8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shrunk:
-    """The products of tokens with A of their adapters, for one weight of a layer."""
-
-    values: torch.Tensor
-    slots: torch.Tensor
-    addends: TokenAddends
-    weight: int = 0
-
-    def fill(self, arguments: ProductArgs) -> None:
-        table = self.addends.table
-        arguments.shrunk, arguments.shrunk_stride = self.values.data_ptr(), self.values.stride(0)
-        arguments.parts, arguments.slots = table.address(self.weight), self.slots.data_ptr()
-        arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
+_Shrunk = tuple[torch.Tensor, torch.Tensor, PackedTable]
+"""The products of tokens with A of their adapters, the slots of the tokens, and the table of the parts."""
 
 
 class CpuKernels:
@@ -362,8 +350,7 @@ class CpuKernels:
         for number, weight in enumerate(weights):
             columns = slice(start, start + weight.width)
             part_of_bias = None if bias is None else bias[columns]
-            of_weight = None if shrunk is None else replace(shrunk, weight=number)
-            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], of_weight)
+            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], shrunk, number)
             start = columns.stop
         return output
 
@@ -376,7 +363,7 @@ class CpuKernels:
             tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
         return tokens, None
 
-    def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> "_Shrunk":
+    def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> _Shrunk:
         """The products of tokens x [..., in] with A."""
         table, slots, tokens = addends.table, addends.slots.contiguous(), as_lines(x)
         if table.padded_in != table.in_features:
@@ -397,7 +384,7 @@ class CpuKernels:
             shrunk_stride=output.stride(0),
         )
         self._library.call(Operation.SHRINK, arguments)
-        return _Shrunk(output, slots, addends)
+        return output, slots, table
 
     def _multiply(
         self,
@@ -407,9 +394,11 @@ class CpuKernels:
         bias: torch.Tensor | None,
         activation: str,
         output: torch.Tensor,
-        shrunk: "_Shrunk | None",
+        shrunk: _Shrunk | None,
+        number: int = 0,
     ) -> None:
-        """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more."""
+        """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more. `number` is the
+        weight's in the table of `shrunk`."""
         arguments = ProductArgs(
             output=output.data_ptr(),
             x=tokens.data_ptr(),
@@ -429,7 +418,10 @@ class CpuKernels:
             grouping=grouping_args(weight.grouping),
         )
         if shrunk is not None:
-            shrunk.fill(arguments)
+            products, slots, table = shrunk
+            arguments.shrunk, arguments.shrunk_stride = products.data_ptr(), products.stride(0)
+            arguments.parts, arguments.slots = table.address(number), slots.data_ptr()
+            arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
         self._library.call(Operation.PRODUCT, arguments)
 
     def draw(
