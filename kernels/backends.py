@@ -251,8 +251,9 @@ def coded_products_for(device: torch.device, dtype: torch.dtype) -> CodedProduct
     return implementation if isinstance(implementation, CpuKernels) else None
 
 
-def has_fp8_products_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 where the format of a weight does so."""
+def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
+    differ from `pack_coded`'s."""
     if device.type != "cuda" or coded_products_for(device, dtype) is None:
         return False
     from kernels.cuda import fp8

@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import host_memory, int8, reference
-from kernels.backends import (  # noqa: F401  (three of these are for importers of this module)
+from kernels.backends import (  # noqa: F401  (four of these are for importers of this module)
     Products,
     block_moves_for,
     coded_products_for,
     draws_for,
-    has_fp8_products_for,
+    has_fp8_products,
     implementation_for,
     largest_head_dim,
     name_of,
@@ -299,12 +299,6 @@ def has_coded_products(
     if quantization is Quantization.INT8_DYNAMIC:
         return isinstance(kernels, CpuKernels)
     return kernels is not None and quantization is Quantization.NONE
-
-
-def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
-    differ from `pack_coded`'s."""
-    return has_fp8_products_for(device, dtype)
 
 
 def pack_coded(
