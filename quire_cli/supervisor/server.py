@@ -120,7 +120,8 @@ class LocalServer:
         try:
             self._commands = self._prepare()
             self._stages = self._make_processes(self._commands)
-            self._report(f"starting worker, scheduler and {self._describe_gateways()}")
+            gateways = "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
+            self._report(f"starting worker, scheduler and {gateways}")
             if self._settings.demo:
                 self._demo = self._listen_for_kills(self._commands)
             # Workers take longest, so they start first.
@@ -220,9 +221,6 @@ class LocalServer:
             raise RuntimeError("the gateway does not listen yet")
         grpc, http, *_ = self._ports
         return str(grpc.address), str(http.address)
-
-    def _describe_gateways(self) -> str:
-        return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
 
     def _prepare(self) -> Commands:
         """Reserves the ports, directory and pools that must exist before the first process."""
