@@ -171,7 +171,7 @@ def _pointwise(memory: float) -> Iterator[Figure]:
     x, residual = torch.randn(2, 16384, 4096, dtype=DTYPE, device="cuda")
     weight, size = torch.ones(4096, dtype=DTYPE, device="cuda"), x.numel() * x.itemsize
     yield bandwidth("rms_norm", 2 * size, graph_seconds(cuda.rms_norm, x, weight, 1e-5), memory)
-    time = graph_seconds(cuda.add_rms_norm, x, residual, weight, 1e-5)
+    time = graph_seconds(cuda.rms_norm, x, weight, 1e-5, 0.0, residual)
     yield bandwidth("add_rms_norm", 4 * size, time, memory)
     yield bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(cuda.silu_and_mul, x), memory)
     qkv = torch.randn(16384, HEADS.query + 2 * HEADS.kv, HEADS.size, dtype=DTYPE, device="cuda")

@@ -195,7 +195,7 @@ def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:
     table[:, : heads.size // 2] = 1.0  # A rotation by zero: the query is rotated in place, run after run.
     return {
         "rms_norm": lambda ops: ops.rms_norm(x, weight, 1e-5),
-        "add_rms_norm": lambda ops: ops.add_rms_norm(x, residual, weight, 1e-5),
+        "add_rms_norm": lambda ops: ops.rms_norm(x, weight, 1e-5, residual=residual),
         "layer_norm": lambda ops: ops.layer_norm(x, weight, weight, 1e-5),
         "silu_and_mul": lambda ops: ops.silu_and_mul(gate_up),
         "rotary_and_cache": lambda ops: ops.rotary_and_cache(query, key, value, positions, table, cache, positions),

@@ -24,7 +24,8 @@ _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernel
 
 
 class Implementation(Protocol):
-    """The operations that `kernels.ops` calls after its checks, with the same arguments."""
+    """The operations that `kernels.ops` calls after its checks, with the same arguments. Norms with a `residual` are of
+    its sum with x, which they write into it; it is contiguous."""
 
     def paged_attention(
         self,
@@ -43,24 +44,23 @@ class Implementation(Protocol):
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None: ...
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor: ...
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor: ...
-
-    def add_layer_norm(
+    def rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
 
     def rotary(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
@@ -127,8 +127,8 @@ class BlockMoves(Protocol):
     ) -> None: ...
 
 
-class _GpuOperations(Implementation, BlockMoves, Protocol):
-    pass
+class GpuOperations(Implementation, BlockMoves, Protocol):
+    """All operations that have a kernel for GPUs."""
 
 
 def implementation_for(device: torch.device) -> Implementation:
@@ -169,7 +169,7 @@ def block_moves_for(device: torch.device) -> BlockMoves:
     return _gpu_operations() if device.type == "cuda" else reference
 
 
-def _gpu_operations() -> _GpuOperations:
+def _gpu_operations() -> GpuOperations:
     """The Triton kernels; the reference, with a warning in the log, if Triton is missing or does not work."""
     if importlib.util.find_spec("triton") is None:
         logger.warning("no Triton, the operations on the GPU run in plain torch")
@@ -251,8 +251,9 @@ def coded_products_for(device: torch.device, dtype: torch.dtype) -> CodedProduct
     return implementation if isinstance(implementation, CpuKernels) else None
 
 
-def has_fp8_products_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 where the format of a weight does so."""
+def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
+    differ from `pack_coded`'s."""
     if device.type != "cuda" or coded_products_for(device, dtype) is None:
         return False
     from kernels.cuda import fp8

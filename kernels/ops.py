@@ -17,24 +17,18 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import host_memory, int8, reference
-from kernels.backends import (
+from kernels.backends import (  # noqa: F401  (four of these are for importers of this module)
     Products,
     block_moves_for,
     coded_products_for,
     draws_for,
-    has_fp8_products_for,
+    has_fp8_products,
     implementation_for,
+    largest_head_dim,
+    name_of,
+    numerics_of,
     packed_products_for,
     reads_int8_pools,
-)
-from kernels.backends import (
-    largest_head_dim as largest_head_dim,
-)
-from kernels.backends import (
-    name_of as name_of,
-)
-from kernels.backends import (
-    numerics_of as numerics_of,
 )
 from kernels.checks import (
     FLOATING,
@@ -199,7 +193,8 @@ def add_rms_norm(
     check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return implementation_for(x.device).add_rms_norm(x, residual, weight, eps, offset)
+    residual = residual.contiguous()
+    return implementation_for(x.device).rms_norm(x, weight, eps, offset, residual), residual
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -215,7 +210,8 @@ def add_layer_norm(
     check_layer_norm(x, weight, bias)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    return implementation_for(x.device).add_layer_norm(x, residual, weight, bias, eps)
+    residual = residual.contiguous()
+    return implementation_for(x.device).layer_norm(x, weight, bias, eps, residual), residual
 
 
 def rotary(
@@ -303,12 +299,6 @@ def has_coded_products(
     if quantization is Quantization.INT8_DYNAMIC:
         return isinstance(kernels, CpuKernels)
     return kernels is not None and quantization is Quantization.NONE
-
-
-def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tokens of this dtype are rounded to FP8 on such a device if the format of a weight does so: products then
-    differ from `pack_coded`'s."""
-    return has_fp8_products_for(device, dtype)
 
 
 def pack_coded(

@@ -120,7 +120,6 @@ class Recorder:
         return Recording(self._library, self._calls, (self._memory.blocks, owner))
 
     def call(self, operation: Operation, arguments: Arguments) -> None:
-        """Stores the operation."""
         name = operation.name.lower()
         if operation.lines_field is None:
             raise NotRecordableError(f"{name} cannot be recorded")

@@ -14,23 +14,6 @@ from torch.nn import functional
 from kernels.int8 import quantize
 from kernels.packed_weight import PackedWeight, Quantization
 
-__all__ = [
-    "ScoreRule",
-    "add_layer_norm",
-    "add_rms_norm",
-    "copy_blocks",
-    "layer_norm",
-    "pack_weight",
-    "paged_attention",
-    "product",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary",
-    "rotary_and_cache",
-    "silu_and_mul",
-    "swap_blocks",
-]
-
 # Bound on the elements of keys and values that one group of decodes gathers, and so on attention's memory.
 MAX_GATHERED_ELEMENTS = 1 << 24
 # Contexts up to this many tokens share a group whatever their lengths: padding them costs less than another group.
@@ -76,7 +59,10 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
         to_cache.index_copy_(1, to_ids, from_cache.index_select(1, from_ids).to(to_cache.device))
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    x = x if residual is None else residual.add_(x)
     if not offset:
         return functional.rms_norm(x, weight.shape, weight, eps)
     # float64 is not narrowed.
@@ -84,22 +70,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 
     return functional.rms_norm(x.to(wide), weight.shape, weight.to(wide) + offset, eps).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    x = x if residual is None else residual.add_(x)
     return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total = residual + x
-    return layer_norm(total, weight, bias, eps), total
 
 
 def rotary(

@@ -40,7 +40,6 @@ class Costs:
     generated_tokens: int = 0
 
     def add(self, generation: Generation) -> None:
-        """Counts one call."""
         self.calls += 1
         self.prompt_tokens += generation.usage.prompt_tokens
         self.cached_tokens += generation.usage.cached_tokens
@@ -116,7 +115,6 @@ class Program:
         return [position.chosen.logprob for position in generation.prompt_logprobs]
 
     async def tokenize(self, prompt: Prompt, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """The token ids of a prompt."""
         tokenization = await self._client.tokenize(prompt, add_special_tokens=add_special_tokens, model=self._model)
         return tokenization.token_ids
 

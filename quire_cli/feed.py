@@ -128,7 +128,6 @@ class ReplicaNumbers:
     _before: tuple[float, Mapping[str, Any]] | None = None
 
     def add_frame(self, frame: Mapping[str, Any]) -> None:
-        """Adds a frame of the feed."""
         now: float = frame["unix_seconds"]
         numbers: Mapping[str, Any] = frame["numbers"]
         self.numbers, self.problem, self.waiting = numbers, None, frame["waiting"]
@@ -176,7 +175,6 @@ class Deployment:
     replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
 
     def add_event(self, name: str, value: Mapping[str, Any]) -> None:
-        """Adds an event."""
         match name:
             case "gateway":
                 self.gateway = value
@@ -198,7 +196,6 @@ class Deployment:
                 """An event of a later version."""
 
     def replica(self, address: str) -> ReplicaNumbers:
-        """A replica by its address."""
         return self.replicas.setdefault(address, ReplicaNumbers(address))
 
     @property

@@ -85,7 +85,6 @@ class GenerationFlags(ModelFlags):
                 raise ValueError(f"{flag} is for beam search, which needs --beam-width")
 
     def options(self) -> GenerationOptions:
-        """The options for the client."""
         return GenerationOptions(
             max_tokens=self.max_tokens,
             temperature=self.temperature,

@@ -272,7 +272,6 @@ class Run:
         return True
 
     def choose(self, request: Request) -> Device:
-        """The device for a request."""
         return self._devices[0]
 
     def planned(self, device: Device) -> None:

@@ -50,7 +50,6 @@ class Fleet:
 
     @property
     def roles(self) -> list[ReplicaRole]:
-        """The role of each replica."""
         others = ReplicaRole.DECODE if self.num_prefill else ReplicaRole.BOTH
         return [ReplicaRole.PREFILL] * self.num_prefill + [others] * (self.num_replicas - self.num_prefill)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from ctypes import Structure
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from kernels.cpu.library import (
     ShrinkArgs,
     SiluArgs,
 )
-from kernels.cpu.low_rank import TokenAddends
+from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.cpu.packing import (
     Empty,
     WeightPacker,
@@ -84,20 +84,8 @@ class ProductShape:
         return int(self.out_features * self.in_features * self.number_bits / 8)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shrunk:
-    """The products of tokens with A of their adapters, for one weight of a layer."""
-
-    values: torch.Tensor
-    slots: torch.Tensor
-    addends: TokenAddends
-    weight: int = 0
-
-    def fill(self, arguments: ProductArgs) -> None:
-        table = self.addends.table
-        arguments.shrunk, arguments.shrunk_stride = self.values.data_ptr(), self.values.stride(0)
-        arguments.parts, arguments.slots = table.address(self.weight), self.slots.data_ptr()
-        arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
+_Shrunk = tuple[torch.Tensor, torch.Tensor, PackedTable]
+"""The products of tokens with A of their adapters, the slots of the tokens, and the table of the parts."""
 
 
 class CpuKernels:
@@ -171,38 +159,29 @@ class CpuKernels:
         self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-        if not _same_dtype(x, weight):
-            return reference.rms_norm(x, weight, eps, offset)
-        return self._norm(Operation.RMS_NORM, x, None, weight, None, eps, offset)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not _same_dtype(x, weight):
-            return reference.add_rms_norm(x, residual, weight, eps, offset)
-        residual = residual.contiguous()
-        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps, offset), residual
-
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-    ) -> torch.Tensor:
-        if not _same_dtype(x, weight, bias):
-            return reference.layer_norm(x, weight, bias, eps)
-        return self._norm(Operation.LAYER_NORM, x, None, weight, bias, eps)
-
-    def add_layer_norm(
+    def rms_norm(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        offset: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not _same_dtype(x, weight):
+            return reference.rms_norm(x, weight, eps, offset, residual)
+        return self._norm(Operation.RMS_NORM, x, residual, weight, None, eps, offset)
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         if not _same_dtype(x, weight, bias):
-            return reference.add_layer_norm(x, residual, weight, bias, eps)
-        residual = residual.contiguous()
-        return self._norm(Operation.LAYER_NORM, x, residual, weight, bias, eps), residual
+            return reference.layer_norm(x, weight, bias, eps, residual)
+        return self._norm(Operation.LAYER_NORM, x, residual, weight, bias, eps)
 
     def _norm(
         self,
@@ -371,8 +350,7 @@ class CpuKernels:
         for number, weight in enumerate(weights):
             columns = slice(start, start + weight.width)
             part_of_bias = None if bias is None else bias[columns]
-            of_weight = None if shrunk is None else replace(shrunk, weight=number)
-            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], of_weight)
+            self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], shrunk, number)
             start = columns.stop
         return output
 
@@ -385,7 +363,7 @@ class CpuKernels:
             tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
         return tokens, None
 
-    def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> "_Shrunk":
+    def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> _Shrunk:
         """The products of tokens x [..., in] with A."""
         table, slots, tokens = addends.table, addends.slots.contiguous(), as_lines(x)
         if table.padded_in != table.in_features:
@@ -406,7 +384,7 @@ class CpuKernels:
             shrunk_stride=output.stride(0),
         )
         self._library.call(Operation.SHRINK, arguments)
-        return _Shrunk(output, slots, addends)
+        return output, slots, table
 
     def _multiply(
         self,
@@ -416,9 +394,11 @@ class CpuKernels:
         bias: torch.Tensor | None,
         activation: str,
         output: torch.Tensor,
-        shrunk: "_Shrunk | None",
+        shrunk: _Shrunk | None,
+        number: int = 0,
     ) -> None:
-        """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more."""
+        """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more. `number` is the
+        weight's in the table of `shrunk`."""
         arguments = ProductArgs(
             output=output.data_ptr(),
             x=tokens.data_ptr(),
@@ -438,7 +418,10 @@ class CpuKernels:
             grouping=grouping_args(weight.grouping),
         )
         if shrunk is not None:
-            shrunk.fill(arguments)
+            products, slots, table = shrunk
+            arguments.shrunk, arguments.shrunk_stride = products.data_ptr(), products.stride(0)
+            arguments.parts, arguments.slots = table.address(number), slots.data_ptr()
+            arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
         self._library.call(Operation.PRODUCT, arguments)
 
     def draw(

@@ -311,31 +311,22 @@ class Library:
             raise error(message)
 
 
-def available_isas(path: Path | None = None) -> tuple[str, ...]:
-    """The instruction sets that were built and that this processor has, best first.
-
-    Raises:
-        LibraryUnavailableError: as for `Library`.
-    """
-    return _available_isas(_load(path))
+# These functions raise LibraryUnavailableError as `Library` does.
 
 
-def group_bytes(size: int, slot_bytes: int, path: Path | None = None) -> int:
-    """Bytes of memory that a group of `size` processes takes, with slots of `slot_bytes` bytes.
-
-    Raises:
-        LibraryUnavailableError: as for `Library`.
-    """
-    return _load(path).quire_group_bytes(size, slot_bytes)
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that were built and that this processor has, best first."""
+    return _available_isas(_load())
 
 
-def coded_panel_bytes(coding: Coding, in_features: int, grouping: Grouping, path: Path | None = None) -> int:
-    """Bytes of a panel of a coded weight; in_features are whole blocks of 32.
+def group_bytes(size: int, slot_bytes: int) -> int:
+    """Bytes of memory that a group of `size` processes takes, with slots of `slot_bytes` bytes."""
+    return _load().quire_group_bytes(size, slot_bytes)
 
-    Raises:
-        LibraryUnavailableError: as for `Library`.
-    """
-    return _load(path).quire_coded_panel_bytes(STORED_CODED[coding], in_features, ctypes.byref(grouping))
+
+def coded_panel_bytes(coding: Coding, in_features: int, grouping: Grouping) -> int:
+    """Bytes of a panel of a coded weight; in_features are whole blocks of 32."""
+    return _load().quire_coded_panel_bytes(STORED_CODED[coding], in_features, ctypes.byref(grouping))
 
 
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
@@ -353,7 +344,7 @@ def _available_isas(library: ctypes.CDLL) -> tuple[str, ...]:
     return tuple(library.quire_isas().decode().split())
 
 
-def _load(path: Path | None) -> ctypes.CDLL:
+def _load(path: Path | None = None) -> ctypes.CDLL:
     path = path or LIBRARY
     if not path.exists():
         raise LibraryUnavailableError(f"{path.name} was not built (it takes a C++20 compiler at installation)")

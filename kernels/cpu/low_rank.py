@@ -63,7 +63,18 @@ class PackedTable(LowRankTable[PackedLowRank]):
             if part is not None:
                 a = self._pack_a(part.a)
                 held.append(a)
-                self._pack_part(number, part, a, begin, entries, held)
+                start, rank = 0, a.shape[0] * _RANK_STEP
+                for of_weight, weight in zip(entries, self._weights, strict=True):
+                    # `shrink` reads the entries of the first weight, even without outputs there.
+                    entry = of_weight[number]
+                    entry.a, entry.scale, entry.rank = a.data_ptr(), part.scale, rank
+                    entry.column = number * self.max_rank
+                    first, last = max(begin, start), min(begin + part.b.shape[0], start + weight.out_features)
+                    if first < last:
+                        b, tile = self._pack_b(part.b[first - begin : last - begin], first - start, weight, rank)
+                        held.append(b)
+                        entry.b, entry.first_tile, entry.last_tile = b.data_ptr(), tile, tile + b.shape[0]
+                    start += weight.out_features
             begin += width
         return PackedLowRank(tuple(held), tuple(tuple(each) for each in entries))
 
@@ -78,38 +89,6 @@ class PackedTable(LowRankTable[PackedLowRank]):
 
     def num_bytes(self, packed: PackedLowRank) -> int:
         return sum(each.numel() * each.element_size() for each in packed.held)
-
-    def _pack_part(
-        self,
-        number: int,
-        part: LowRank,
-        a: torch.Tensor,
-        begin: int,
-        entries: list[list[LowRankPart]],
-        held: list[torch.Tensor],
-    ) -> None:
-        """Fills in the entries of a part whose outputs begin at `begin` of the layer's."""
-        start, rank = 0, a.shape[0] * _RANK_STEP
-        for of_weight, weight in zip(entries, self._weights, strict=True):
-            first, last = max(begin, start), min(begin + part.b.shape[0], start + weight.out_features)
-            if first < last:
-                b, tile = self._pack_b(part.b[first - begin : last - begin], first - start, weight, rank)
-                held.append(b)
-                of_weight[number] = LowRankPart(
-                    a=a.data_ptr(),
-                    b=b.data_ptr(),
-                    scale=part.scale,
-                    rank=rank,
-                    first_tile=tile,
-                    last_tile=tile + b.shape[0],
-                    column=number * self.max_rank,
-                )
-            else:
-                # `shrink` reads the entries of the first weight.
-                of_weight[number] = LowRankPart(
-                    a=a.data_ptr(), scale=part.scale, rank=rank, column=number * self.max_rank
-                )
-            start += weight.out_features
 
     def _pack_a(self, a: torch.Tensor) -> torch.Tensor:
         """Groups of lines [rank / 4, blocks, 4, numbers of a cache line]."""

@@ -8,20 +8,8 @@ Values that change from step to step (rows, tokens, lengths, strides of block ta
 specialize on, so that serving compiles nothing once each kernel has run. Values of the model are constants.
 """
 
+# ruff: noqa: F401  (the operations)
+
 from kernels.cuda.attention import paged_attention
 from kernels.cuda.blocks import copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
-from kernels.cuda.pointwise import add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
-
-__all__ = [
-    "add_layer_norm",
-    "add_rms_norm",
-    "copy_blocks",
-    "layer_norm",
-    "paged_attention",
-    "reshape_and_cache",
-    "rms_norm",
-    "rotary",
-    "rotary_and_cache",
-    "silu_and_mul",
-    "swap_blocks",
-]
+from kernels.cuda.pointwise import layer_norm, rms_norm, rotary, silu_and_mul

@@ -261,7 +261,6 @@ def _parts(in_features: int, programs: int) -> tuple[int, int]:
 def products(
     x: torch.Tensor, weights: Sequence[PackedWeight], bias: torch.Tensor | None, output_dtype: torch.dtype
 ) -> torch.Tensor:
-    """`kernels.ops.products`."""
     sizes = [weight.out_features for weight in weights]
     biases = [None] * len(weights) if bias is None else bias.split(sizes)
     parts = [product(x, *each, "identity", output_dtype) for each in zip(weights, biases, strict=True)]
@@ -269,7 +268,6 @@ def products(
 
 
 def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """`kernels.ops.look_up`."""
     codes, _, scale = read(CodedWeight(weight.coding, weight.rows[ids]))
     return scale.numbers(codes).to(dtype)
 
@@ -277,7 +275,6 @@ def look_up(weight: CodedWeight, ids: torch.Tensor, dtype: torch.dtype = torch.b
 def pack_coded(
     weight: CodedWeight, gated: bool, quantization: Quantization, dtype: torch.dtype = torch.bfloat16
 ) -> PackedWeight:
-    """`kernels.ops.pack_coded`."""
     if fp8.takes(weight) and fp8.has_products(weight.rows.device, dtype):
         return fp8.pack(weight, gated)
     codes, bits, scale = read(weight)

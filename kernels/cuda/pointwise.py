@@ -52,38 +52,26 @@ def _layer_norm_kernel(output, x, weight, bias, eps, x_stride, HIDDEN: tl.conste
     tl.store(output + line * HIDDEN + columns, normed.to(output.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """`kernels.ops.rms_norm`."""
-    return _rms_norm(x, None, weight, eps, offset)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`kernels.ops.rms_norm`, or `add_rms_norm` in one launch; `residual` has contiguous lines."""
+    lines = None if residual is None else _as_lines(residual)
+    stride = 0 if lines is None else lines.stride(0)
+    return _norm(_rms_norm_kernel, x, lines, weight.contiguous(), eps, offset, stride)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.ops.add_rms_norm`; the sum is written into `residual` where its lines allow that."""
-    residual = _as_lines(residual).view(residual.shape)
-    return _rms_norm(x, _as_lines(residual), weight, eps, offset), residual
-
-
-def add_layer_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.ops.add_layer_norm`; the sum is a launch of its own."""
-    total = residual + x
-    return layer_norm(total, weight, bias, eps), total
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """`kernels.ops.layer_norm`."""
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kernels.ops.layer_norm`, or `add_layer_norm`, whose sum is a launch of its own."""
+    x = x if residual is None else residual.add_(x)
     weight, bias = (None if each is None else each.contiguous() for each in (weight, bias))
     return _norm(_layer_norm_kernel, x, weight, bias, eps)
-
-
-def _rms_norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, offset: float
-) -> torch.Tensor:
-    stride = 0 if residual is None else residual.stride(0)
-    return _norm(_rms_norm_kernel, x, residual, weight.contiguous(), eps, offset, stride)
 
 
 def _norm(
@@ -120,7 +108,6 @@ def _silu_and_mul_kernel(output, x, x_stride, WIDTH: tl.constexpr, TILE: tl.cons
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """`kernels.ops.silu_and_mul`."""
     width = x.shape[-1] // 2
     output = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
     if not output.numel():
@@ -169,7 +156,6 @@ def _rotary_kernel(
 def rotary(
     query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`kernels.ops.rotary`."""
     return rotated(query, positions, cos_sin_cache), rotated(key, positions, cos_sin_cache)
 
 

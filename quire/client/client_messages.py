@@ -154,7 +154,12 @@ def to_pin_request(
         _fill(request, text=prefix)
     else:
         _check_is_sequence("prefix", prefix, "a str, a sequence of token ids or a sequence of ChatMessage")
-        _add_ids_or_messages(request, list(prefix))
+        entries: list[Any] = list(prefix)
+        if entries and all(isinstance(entry, ChatMessage | Mapping) for entry in entries):
+            _add_messages(request.chat, "prefix", entries)
+        else:
+            request.token_ids.SetInParent()
+            _fill(request.token_ids, ids=entries)
     _fill(request, time_to_live_ms=time_to_live_ms, model=model)
     return request
 
@@ -170,14 +175,6 @@ def _check_is_sequence(name: str, value: object, limit: str) -> None:
     """TypeError where a value is a single one."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{name} is {value!r:.80}; it must be {limit}")
-
-
-def _add_ids_or_messages(request: prefix_pb2.PinPrefixRequest, entries: list[int | AnyChatMessage]) -> None:
-    if entries and all(isinstance(entry, ChatMessage | Mapping) for entry in entries):
-        _add_messages(request.chat, "prefix", cast(list[AnyChatMessage], entries))
-    else:
-        request.token_ids.SetInParent()
-        _fill(request.token_ids, ids=entries)
 
 
 def _add_messages(message: Any, name: str, messages: Iterable[AnyChatMessage]) -> None:
@@ -312,16 +309,14 @@ def _schema_text(schema: Any) -> Any:
 def _fill_beam_search(message: common_pb2.BeamSearchParameters, beam: BeamSearch) -> None:
     if not isinstance(beam, BeamSearch):
         raise invalid_field("beam_search", f"is {beam!r:.80}; it must be a BeamSearch")
-    early_stopping = None if beam.early_stopping is None else _early_stopping(beam.early_stopping)
+    early_stopping: int | None = None
+    if (value := beam.early_stopping) is not None:
+        try:
+            early_stopping = _EARLY_STOPPING[EarlyStopping(value)]
+        except ValueError as error:
+            limit = f"one of EarlyStopping: {', '.join(EarlyStopping)}"
+            raise invalid_field("early_stopping", f"is {value!r:.80}; it must be {limit}") from error
     _fill(message, beam_width=beam.beam_width, length_penalty=beam.length_penalty, early_stopping=early_stopping)
-
-
-def _early_stopping(value: EarlyStopping) -> int:
-    try:
-        return _EARLY_STOPPING[EarlyStopping(value)]
-    except ValueError as error:
-        limit = f"one of EarlyStopping: {', '.join(EarlyStopping)}"
-        raise invalid_field("early_stopping", f"is {value!r:.80}; it must be {limit}") from error
 
 
 def from_generate_response(

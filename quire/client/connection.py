@@ -76,7 +76,6 @@ class ClientTls:
         return grpc.ssl_channel_credentials(*(_read(path) for path in (self.authority, self.key, self.certificate)))
 
     def options(self) -> list[tuple[str, str]]:
-        """The options of the channel."""
         return [] if self.server_name is None else [("grpc.ssl_target_name_override", self.server_name)]
 
 

@@ -356,7 +356,6 @@ class Resumption(Recovery):
         return self.resume(request, timeout_s)
 
     def _held(self) -> list[generation_pb2.HeldSequence]:
-        """The received part of each sequence."""
         sequences = [self._sequences.get(index, _Progress()) for index in range(self.num_sequences)]
         return [
             generation_pb2.HeldSequence(

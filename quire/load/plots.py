@@ -4,7 +4,7 @@ Needs matplotlib, of the extra quire-llm[bench].
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,25 @@ SUFFIXES = (".svg", ".png")
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One picture of the four: lines by the name of their data, each with its style."""
+    """One picture of the four, with a line for each of these statistics of a latency; without one, of the output."""
 
     title: str
     unit: str
-    lines: dict[str, tuple[str, Callable[[Report], float | None]]]
+    latency: str | None
+    lines: tuple[str, ...]
 
-
-def _ms(statistics: Statistics | None, name: str) -> float | None:
-    return None if statistics is None else getattr(statistics, name) * 1e3
+    def value(self, report: Report, line: str) -> float | None:
+        if self.latency is None:
+            return report.output_tokens_per_s
+        statistics: Statistics | None = getattr(report, self.latency)
+        return None if statistics is None else getattr(statistics, line) * 1e3
 
 
 _PANELS = (
-    _Panel("normalized latency, mean", "ms/token", {"mean": ("-", lambda report: _ms(report.normalized, "mean"))}),
-    _Panel(
-        "time to first token",
-        "ms",
-        {
-            "p50": ("-", lambda report: _ms(report.ttft, "p50")),
-            "p99": ("--", lambda report: _ms(report.ttft, "p99")),
-        },
-    ),
-    _Panel(
-        "time per output token",
-        "ms",
-        {
-            "p50": ("-", lambda report: _ms(report.tpot, "p50")),
-            "p99": ("--", lambda report: _ms(report.tpot, "p99")),
-        },
-    ),
-    _Panel("output", "tokens/s", {"output": ("-", lambda report: report.output_tokens_per_s)}),
+    _Panel("normalized latency, mean", "ms/token", "normalized", ("mean",)),
+    _Panel("time to first token", "ms", "ttft", ("p50", "p99")),
+    _Panel("time per output token", "ms", "tpot", ("p50", "p99")),
+    _Panel("output", "tokens/s", None, ("output",)),
 )
 
 
@@ -97,11 +86,11 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def _draw_lines(axes: Any, panel: _Panel, result: LoadResult, color: str, is_closed: bool) -> None:
-    for label, (style, value_of) in panel.lines.items():
+    for label, style in zip(panel.lines, ("-", "--"), strict=False):
         points = sorted(
             (_place(run, is_closed), value, math.isinf(run.report.request_rate))
             for run in result.runs
-            if (value := value_of(run.report)) is not None
+            if (value := panel.value(run.report, label)) is not None
         )
         if not points:
             continue

@@ -1,16 +1,11 @@
 """The course of one request, measured or simulated."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
-
-def _no_times() -> np.ndarray:
-    return np.empty(0)
-
-
-def _no_counts() -> np.ndarray:
-    return np.empty(0, np.int32)
+_no_counts = partial(np.empty, 0, np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +33,7 @@ class RequestRecord:
     arrival_s: float
     sent_s: float | None
     end_s: float
-    chunk_times_s: np.ndarray = field(default_factory=_no_times)
+    chunk_times_s: np.ndarray = field(default_factory=partial(np.empty, 0))
     chunk_tokens: np.ndarray = field(default_factory=_no_counts)
     chunk_sequences: np.ndarray = field(default_factory=_no_counts)
     prompt_tokens: int | None = None

@@ -85,7 +85,6 @@ class LogprobMessage(Protocol):
 
 
 def encode_logprobs(columns: LogprobColumns, message: LogprobMessage) -> None:
-    """Sets the fields of the message."""
     message.chosen_logprobs = encode_float32(columns.chosen_logprobs)
     message.chosen_ranks = encode_int32(columns.chosen_ranks)
     message.top_counts = encode_int32(columns.top_counts)

@@ -20,7 +20,7 @@ _DTYPES = {
     "top_token_ids": _INT32,
     "top_logprobs": _FLOAT32,
 }
-"""Of the columns as they are stored, in their order."""
+"""The dtypes of the columns as they are stored, in their order."""
 
 POSITION_BYTES = 12
 """The bytes of a position without the most likely tokens."""

@@ -437,7 +437,7 @@ def _module_of(file: Path, name: str, dtype: str) -> tuple[str, str]:
 
 
 def _digest(config: bytes, files: Iterable[Path]) -> bytes:
-    """Of the configuration, and each file, with its length first."""
+    """The digest of the configuration and the files, each with its length first."""
     digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
     for file in files:
         try:

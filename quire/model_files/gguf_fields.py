@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 
 from quire.model_files.gguf_header import GgufFields, GgufHeader
-from quire.model_files.gguf_model import SAMPLING, describe_header, llama_3_factors
+from quire.model_files.gguf_model import SAMPLING, describe, llama_3_factors
 from quire.model_files.gguf_tokenizer import SPLIT_NAMES, tokenizer_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -105,7 +105,7 @@ def metadata_of(model: ModelDirectory) -> dict[str, Any]:
 
 def check_read_back(model: ModelDirectory, header: GgufHeader) -> Mapping[str, Any]:
     """The configuration that is read from the header. Raises ConfigurationError if it is another model's."""
-    described = describe_header(header)
+    described = describe(header)
     for key, value in described.config.items():
         expected = model.config.get(key, value)
         if key not in _NOT_COMPARED and expected != value and not (expected is None and key in _NULL):

@@ -7,7 +7,6 @@ read by the worker (`worker_svc.gguf_weights`).
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
@@ -51,13 +50,9 @@ class GgufDescription:
     """By name, as in a directory: "default", "tool_use"."""
 
 
-def describe(path: Path) -> GgufDescription:
-    """Raises ConfigurationError, one line, for a damaged file and for unsupported models."""
-    return describe_header(GgufHeader.read(path))
-
-
-def describe_header(header: GgufHeader) -> GgufDescription:
-    """The description by a header that has been read, or will be written."""
+def describe(header: GgufHeader) -> GgufDescription:
+    """The description by a header that has been read, or will be written. Raises ConfigurationError, one line, for
+    unsupported models."""
     kind = header.metadata.get("general.type")
     if isinstance(kind, str) and kind in _NOT_MODELS:
         raise ConfigurationError(f"{header.path} is {_NOT_MODELS[kind]}")

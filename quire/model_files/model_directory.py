@@ -201,7 +201,7 @@ class ModelDirectory:
 
     @classmethod
     def _of_gguf(cls, path: Path) -> Self:
-        described = describe(path)
+        described = describe(GgufHeader.read(path))
         return cls(
             path=path,
             architecture=described.config["architectures"][0],

@@ -85,6 +85,7 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         names = [*(_host_name(host) for host in hosts), x509.UniformResourceIdentifier(f"{ROLE_URI}{role}")]
         usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
         builder = (
             _builder(_name(f"quire {role}"), self.certificate.subject, key.public_key(), now)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -92,7 +93,7 @@ class Authority:
             .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(_signed_by(self.key), critical=False)
+            .add_extension(signer, critical=False)
             .not_valid_after(min(now + dt.timedelta(days=days), self.not_valid_after))
         )
         certificate = builder.sign(self.key, hashes.SHA256())
@@ -150,10 +151,6 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
-
-
-def _signed_by(key: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
 
 
 def _name(common_name: str) -> x509.Name:

@@ -148,13 +148,9 @@ def remake(
 ) -> Any:
     """A handler of the same kind around `wrap(behavior)`."""
     codec = {"request_deserializer": request_deserializer, "response_serializer": handler.response_serializer}
-    if handler.unary_unary is not None:
-        return grpc.unary_unary_rpc_method_handler(wrap(handler.unary_unary), **codec)
-    if handler.unary_stream is not None:
-        return grpc.unary_stream_rpc_method_handler(wrap(handler.unary_stream), **codec)
-    if handler.stream_unary is not None:
-        return grpc.stream_unary_rpc_method_handler(wrap(handler.stream_unary), **codec)
-    return grpc.stream_stream_rpc_method_handler(wrap(handler.stream_stream), **codec)
+    kinds = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+    kind = next(each for each in kinds if getattr(handler, each) is not None)
+    return getattr(grpc, f"{kind}_rpc_method_handler")(wrap(getattr(handler, kind)), **codec)
 
 
 def is_generator(behavior: Behavior) -> bool:

@@ -127,7 +127,6 @@ class ServerTls:
         return cls(identity, roles=frozenset({Role.OPERATOR}))
 
     def credentials(self) -> grpc.ServerCredentials:
-        """The credentials of a gRPC server."""
         watch = _FileWatch(self.identity)
 
         # gRPC calls it before each handshake, in a thread of its own. None means "unchanged"; the type hints lack that.

@@ -30,8 +30,6 @@ class Clock(Protocol):
 
 
 class ProcessClock:
-    """The clock of this process."""
-
     monotonic = staticmethod(_process.monotonic)
     unix_ns = staticmethod(_process.time_ns)
     thread_time = staticmethod(_process.thread_time)

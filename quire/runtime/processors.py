@@ -75,9 +75,11 @@ def _memory_left(group: Path) -> int | None:
 def _limits(cgroups: Path, own: Path) -> Iterator[float]:
     """Processors that the control groups around this process allow it, for each group with a limit."""
     for group in _groups_of("cpu", cgroups, own):
-        for limit in (_limit_of_version_2(group), _limit_of_version_1(group)):
-            if limit is not None:
-                yield limit
+        quota, _, period = _read(group / "cpu.max").partition(" ")
+        of_version_1 = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        for allowed, within in ((quota, period), of_version_1):
+            if allowed.isdecimal() and within.isdecimal():
+                yield int(allowed) / int(within)
 
 
 def _groups_of(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
@@ -93,16 +95,6 @@ def _groups_of(controller: str, cgroups: Path, own: Path) -> Iterator[Path]:
         # Inside a container the path may be the host's; only its root is visible.
         group = root / path.lstrip("/")
         yield from (directory for directory in (group, *group.parents) if directory.is_relative_to(root))
-
-
-def _limit_of_version_2(group: Path) -> float | None:
-    quota, _, period = _read(group / "cpu.max").partition(" ")
-    return int(quota) / int(period) if quota.isdecimal() else None
-
-
-def _limit_of_version_1(group: Path) -> float | None:
-    quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
 
 
 def _fields(file: Path) -> dict[str, int]:

@@ -454,7 +454,6 @@ def parse_bytes(text: str) -> int:
 
 
 def _parse_int(text: str) -> int:
-    """A whole number. Raises ValueError."""
     try:
         return int(text)
     except ValueError:
@@ -462,7 +461,6 @@ def _parse_int(text: str) -> int:
 
 
 def _parse_float(text: str) -> float:
-    """A finite number. Raises ValueError."""
     try:
         value = float(text)
     except ValueError:
@@ -473,7 +471,6 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_bool(text: str) -> bool:
-    """True or false, as flags and variables say it. Raises ValueError."""
     lowered = text.strip().lower()
     if lowered not in _TRUE | _FALSE:
         raise ValueError("expected true or false")
@@ -481,7 +478,6 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_path(text: str) -> Path:
-    """A path. Raises ValueError."""
     if not text or "\0" in text:
         raise ValueError("expected a path")
     return Path(text)

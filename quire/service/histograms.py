@@ -71,7 +71,6 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of observations."""
         return int(self._counts.sum())
 
     @property
@@ -138,7 +137,6 @@ class TenantLabels:
         self._known: set[str] = set()
 
     def of(self, tenant: str) -> str:
-        """The label of a tenant."""
         if tenant not in self._known:
             if len(self._known) >= self._max_tenants:
                 return OTHER_TENANTS

@@ -107,7 +107,6 @@ class Commands:
         return range(self.settings.gateways)
 
     def worker_address(self, rank: int) -> str:
-        """The address of a worker."""
         return f"unix:{self.socket(worker_name(rank))}"
 
     def gateway_address(self, number: int) -> str:
@@ -128,7 +127,6 @@ class Commands:
 
     @property
     def scheduler_address(self) -> str:
-        """The address of the scheduler."""
         return f"unix:{self.socket('scheduler')}"
 
     def socket(self, name: str) -> Path:
@@ -137,12 +135,10 @@ class Commands:
 
 
 def worker_name(rank: int) -> str:
-    """The name of a rank's process."""
     return f"worker-{rank}" if rank else "worker"
 
 
 def gateway_name(number: int) -> str:
-    """The name of a gateway's process."""
     return f"gateway-{number}" if number else "gateway"
 
 

@@ -84,7 +84,7 @@ class LocalServer:
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
         self._probe_key: str | None = None
-        self._pools: HeldPools | None = None
+        self._pools: list[int] = []
         self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
         self._all_listen = asyncio.Event()
         self._has_served = asyncio.Event()
@@ -120,7 +120,8 @@ class LocalServer:
         try:
             self._commands = self._prepare()
             self._stages = self._make_processes(self._commands)
-            self._report(f"starting worker, scheduler and {self._describe_gateways()}")
+            gateways = "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
+            self._report(f"starting worker, scheduler and {gateways}")
             if self._settings.demo:
                 self._demo = self._listen_for_kills(self._commands)
             # Workers take longest, so they start first.
@@ -173,8 +174,8 @@ class LocalServer:
                 port.release()
             if self._directory is not None:
                 self._directory.remove()
-            if self._pools is not None:
-                self._pools.close()
+            while self._pools:
+                os.close(self._pools.pop())
 
     def signal(self, number: Signals) -> None:
         """Sends a signal to all running processes."""
@@ -221,9 +222,6 @@ class LocalServer:
         grpc, http, *_ = self._ports
         return str(grpc.address), str(http.address)
 
-    def _describe_gateways(self) -> str:
-        return "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
-
     def _prepare(self) -> Commands:
         """Reserves the ports, directory and pools that must exist before the first process."""
         settings = self._settings
@@ -244,15 +242,18 @@ class LocalServer:
             # Kept reserved, since rank 0 listens only some seconds later, and again after each restart.
             self._ports.append(ReservedPort.lend())
             rendezvous_port = self._ports[-1].address.port
-        if settings.persistent_kv_cache != "off":
-            self._pools = HeldPools.make(settings.tensor_parallel_size)
+        # A file in memory for the KV pool of each rank, which exists while this process holds it. It is empty until a
+        # worker puts its pool there.
+        if settings.persistent_kv_cache != "off" and hasattr(os, "memfd_create"):
+            self._pools = [os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(settings.tensor_parallel_size)]
         return Commands(
             settings,
             self._programs,
             self._directory.path,
             rendezvous_port=rendezvous_port,
             probe_keys=probe_keys,
-            pool_files=() if self._pools is None else self._pools.paths,
+            # By these paths, processes of this user open them.
+            pool_files=[Path(f"/proc/{os.getpid()}/fd/{file}") for file in self._pools],
         )
 
     def _read_gateway_line(self, name: str, line: str) -> None:
@@ -326,31 +327,6 @@ class LocalServer:
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
             for stage in stages
         ]
-
-
-class HeldPools:
-    """A file in memory for the KV pool of each rank, which exists while this process holds it. It is empty until a
-    worker puts its pool there."""
-
-    def __init__(self, files: list[int]) -> None:
-        self._files = files
-
-    @classmethod
-    def make(cls, num_ranks: int) -> Self | None:
-        """Makes the files; None if the system has no such files."""
-        if not hasattr(os, "memfd_create"):
-            return None
-        return cls([os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(num_ranks)])
-
-    @property
-    def paths(self) -> list[Path]:
-        """The paths by which processes of this user open them."""
-        return [Path(f"/proc/{os.getpid()}/fd/{file}") for file in self._files]
-
-    def close(self) -> None:
-        """Frees the memory. Idempotent."""
-        while self._files:
-            os.close(self._files.pop())
 
 
 class RunDirectory:

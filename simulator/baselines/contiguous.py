@@ -215,20 +215,14 @@ class ContiguousBlocks(BlockManager):
 
 
 class OrcaMax(ContiguousBlocks):
-    """Orca (Max)."""
-
     reservation = Reservation.MAX
 
 
 class OrcaPow2(ContiguousBlocks):
-    """Orca (Pow2)."""
-
     reservation = Reservation.POW2
 
 
 class OrcaOracle(ContiguousBlocks):
-    """Orca (Oracle)."""
-
     reservation = Reservation.ORACLE
 
 

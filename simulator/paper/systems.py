@@ -196,7 +196,6 @@ class Point:
 
 
 def run(job: Job) -> Point:
-    """Simulates one point."""
     made: list[BlockManager] = []
 
     def make_blocks(config: SchedulerConfig) -> BlockManager:

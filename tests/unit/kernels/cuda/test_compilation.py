@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 from kernels.cuda import attention, blocks, coded, fp8
 from kernels.cuda.attention import paged_attention
 from kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
-from kernels.cuda.pointwise import add_rms_norm, layer_norm, rms_norm, silu_and_mul
+from kernels.cuda.pointwise import layer_norm, rms_norm, silu_and_mul
 from kernels.packed_weight import Coding, Quantization
 from kernels.reference import ScoreRule
 from tests.support.coded_weights import make_coded
@@ -138,7 +138,7 @@ def test_the_grid_holds_more_rows_and_tiles_than_one_dimension_of_cuda_s_small_o
 
 def pointwise_step(num_tokens: int, dtype: torch.dtype = torch.bfloat16) -> None:
     x, weight = torch.zeros(num_tokens, 4096, dtype=dtype), torch.ones(4096, dtype=dtype)
-    add_rms_norm(x, rms_norm(x, weight, 1e-5), weight, 1e-5)
+    rms_norm(x, weight, 1e-5, residual=rms_norm(x, weight, 1e-5))
     layer_norm(x, weight, weight, 1e-5)
     silu_and_mul(x)
     # Indexes are parts of one buffer, as in a step.

@@ -12,7 +12,7 @@ import torch
 
 from kernels.cuda.attention import DecodeTiling, PrefillTiling, decode_attention, paged_attention, prefill_attention
 from kernels.cuda.blocks import WORDS, copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
-from kernels.cuda.pointwise import TILE, add_layer_norm, add_rms_norm, layer_norm, rms_norm, rotary, silu_and_mul
+from kernels.cuda.pointwise import TILE, layer_norm, rms_norm, rotary, silu_and_mul
 from kernels.cuda.tiles import PagedBatch
 from kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
@@ -321,23 +321,24 @@ def assert_lines_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torc
 def test_rms_norm(device: KernelDevice, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, residual, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.rand(shape[-1]).to(dtype)
     assert_lines_close(device.run(rms_norm, x, weight, 1e-3).result, naive_rms_norm(x, weight), dtype)
-    normed, stream = device.run(add_rms_norm, x, residual.clone(), weight, 1e-3).result
+    summed = device.run(rms_norm, x, weight, 1e-3, 0.0, residual)
+    stream = summed.arguments[4]
     assert_lines_close(stream, x.double() + residual.double(), dtype)
-    assert_lines_close(normed, naive_rms_norm(stream, weight), dtype)
+    assert_lines_close(summed.result, naive_rms_norm(stream, weight), dtype)
     factor = weight.double() + 1
     assert_lines_close(device.run(rms_norm, x, weight, 1e-3, 1.0).result, naive_rms_norm(x, factor), dtype)
-    normed, stream = device.run(add_rms_norm, x, residual.clone(), weight, 1e-3, 1.0).result
-    assert_lines_close(normed, naive_rms_norm(stream, factor), dtype)
+    summed = device.run(rms_norm, x, weight, 1e-3, 1.0, residual)
+    assert_lines_close(summed.result, naive_rms_norm(summed.arguments[4], factor), dtype)
 
 
 def test_norms_of_strided_lines(device: KernelDevice) -> None:
     wide, weight = torch.randn(5, 20), torch.rand(8)
     for x in (wide[:, 4:12], wide[:, ::2][:, :8], torch.randn(8, 5).T):
         assert_lines_close(device.run(rms_norm, x, weight, 1e-3).result, naive_rms_norm(x, weight), x.dtype)
-        residual = torch.randn(8, 5).T
-        normed, stream = device.run(add_rms_norm, x, residual, weight, 1e-3).result
-        assert torch.equal(stream, x + residual)
-        assert_lines_close(normed, naive_rms_norm(x + residual, weight), x.dtype)
+        residual = torch.randn(5, 20)[:, 4:12]
+        summed = device.run(rms_norm, x, weight, 1e-3, 0.0, residual)
+        assert torch.equal(summed.arguments[4], x + residual)
+        assert_lines_close(summed.result, naive_rms_norm(x + residual, weight), x.dtype)
 
 
 @pytest.mark.parametrize(("shape", "affine", "dtype"), pairwise(SHAPES, [True, False], DTYPES))
@@ -346,9 +347,10 @@ def test_layer_norm(device: KernelDevice, shape: tuple[int, ...], affine: bool, 
     weight, bias = torch.rand(2, shape[-1]).to(dtype) if affine else (None, None)
     assert_lines_close(device.run(layer_norm, x, weight, bias, 1e-5).result, naive_layer_norm(x, weight, bias), dtype)
     part = torch.randn(shape).to(dtype)
-    normed, stream = device.run(add_layer_norm, part, x - part, weight, bias, 1e-5).result
+    summed = device.run(layer_norm, part, weight, bias, 1e-5, x - part)
+    stream = summed.arguments[4]
     assert_lines_close(stream, (x - part).double() + part.double(), dtype)
-    assert_lines_close(normed, device.run(layer_norm, stream, weight, bias, 1e-5).result.double(), dtype)
+    assert_lines_close(summed.result, device.run(layer_norm, stream, weight, bias, 1e-5).result.double(), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
