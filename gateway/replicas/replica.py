@@ -4,7 +4,7 @@ import asyncio
 
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.roles import Work
+from gateway.replicas.routing import Work
 from quire.messages.replica_role import ReplicaRole
 from quire.service.compatibility import are_of_one_start
 

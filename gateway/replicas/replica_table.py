@@ -7,8 +7,7 @@ from gateway.replicas.events import Welcome
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.members import Members
 from gateway.replicas.replica import Replica
-from gateway.replicas.roles import Stage
-from gateway.replicas.routing import Candidate, Router, loads_of
+from gateway.replicas.routing import Candidate, Router, Stage, loads_of
 from quire.rpc.errors import Unavailable
 
 

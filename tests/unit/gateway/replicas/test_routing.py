@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.replicas.events import cache_update_from
-from gateway.replicas.roles import Stage, Work
 from gateway.replicas.routing import (
     CachedBlocks,
     Candidate,
     Found,
     Router,
     RoutingPolicy,
+    Stage,
+    Work,
     affinity_key,
     loads_of,
     prompt_hashes,
