@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.text.formats.output import ToolCallDelta
+from gateway.text.formats.parser import ToolCallDelta
 from gateway.types import TokenIds, optional
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import KvSource

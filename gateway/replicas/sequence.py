@@ -11,8 +11,7 @@ import numpy.typing as npt
 from gateway.replicas.events import Chunk, Finished, FinishReason, TokenLogprobs, Usage
 from gateway.replicas.generation_request import GenerationRequest
 from gateway.text.detokenizer import TextPieces
-from gateway.text.formats.output import NOTHING, Output, joined
-from gateway.text.formats.parser import OutputParser
+from gateway.text.formats.parser import NOTHING, Output, OutputParser, joined
 from gateway.text.stop import StopMatcher, StopStrings
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 

@@ -19,8 +19,7 @@ from gateway.text.formats.grammars import (
 )
 from gateway.text.formats.harmony import AFTER_ANALYSIS, ANALYSIS, FINAL
 from gateway.text.formats.notations import text_parameters
-from gateway.text.formats.parser import OfferedTool
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.parser import OfferedTool, Thinking
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import Constraint, StructuralTag

@@ -7,7 +7,7 @@ import pytest
 from gateway.replicas.events import FinishReason
 from gateway.replicas.sequence import SequenceStream, num_predicted
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.parser import Thinking
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
