@@ -394,19 +394,12 @@ class _TenantMetrics:
         self._requests = Counter("requests", "Requests of a tenant, by outcome.", ["tenant", "outcome"], **make)
         self._prompt = Counter("prompt_tokens", "Prompt tokens of a tenant's requests.", ["tenant"], **make)
         self._generated = Counter("generated_tokens", "Tokens generated for a tenant.", ["tenant"], **make)
-        self._first_token = Histogram(
-            "time_to_first_token_seconds",
-            "Seconds from the arrival of a tenant's request to its first token.",
-            ["tenant"],
-            buckets=_TENANT_SECONDS,
-            **make,
+        seconds = partial(Histogram, labelnames=["tenant"], buckets=_TENANT_SECONDS, **make)
+        self._first_token = seconds(
+            "time_to_first_token_seconds", "Seconds from the arrival of a tenant's request to its first token."
         )
-        self._whole = Histogram(
-            "request_seconds",
-            "Seconds from the arrival of a tenant's completed request to the end of its call.",
-            ["tenant"],
-            buckets=_TENANT_SECONDS,
-            **make,
+        self._whole = seconds(
+            "request_seconds", "Seconds from the arrival of a tenant's completed request to the end of its call."
         )
 
     def add(self, live: LiveRequest, outcome: str, num_new_tokens: int, seconds: float | None) -> None:

@@ -25,9 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.replicas.events import CacheUpdate
-from quire.messages.prefix_hashes import BlockHash, hash_chain, root_hash, short
+from quire.messages.prefix_hashes import SHORT_BYTES, BlockHash, hash_chain, root_hash, short
 from quire.messages.replica_role import ReplicaRole
+from quire.rpc.errors import InvalidArgument
+from quire.scheduler.v1 import scheduler_pb2
 
 # Prompts that share this number of blocks after the cached ones go to the same replica. A larger number would separate
 # requests that share fewer blocks.
@@ -41,6 +42,8 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0
 _WORTH_ON_DISK = 0.9
 # Maximum blocks of a prompt that are looked up, which bounds the time of a call to a few milliseconds.
 _MAX_HASHED_BLOCKS = 4096
+# The sampling bits are within the last byte of a hash.
+_MAX_SAMPLING_BITS = 8
 
 Prompt = NDArray[np.int32]
 
@@ -132,16 +135,20 @@ class CachedBlocks:
     def __len__(self) -> int:
         return len(self._blocks) + len(self._on_disk)
 
-    def update(self, update: CacheUpdate) -> None:
-        """Applies changes."""
-        if update.is_cleared:
+    def update(self, update: scheduler_pb2.CacheUpdate) -> None:
+        """Applies changes. Raises InvalidArgument if the message is malformed."""
+        if update.sampling_bits > _MAX_SAMPLING_BITS:
+            raise InvalidArgument(f"cache.sampling_bits is {update.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
+        names = ("removed", "stored", "disk_removed", "disk_stored")
+        removed, stored, disk_removed, disk_stored = (_blocks(getattr(update, name), name) for name in names)
+        if update.cleared:
             self._blocks.clear()
             self._on_disk.clear()
         self._mask = (1 << update.sampling_bits) - 1
-        self._blocks.difference_update(update.removed)
-        self._blocks.update(update.stored)
-        self._on_disk.difference_update(update.disk_removed)
-        self._on_disk.update(update.disk_stored)
+        self._blocks.difference_update(removed)
+        self._blocks.update(stored)
+        self._on_disk.difference_update(disk_removed)
+        self._on_disk.update(disk_stored)
 
     def find(self, hashes: Sequence[BlockHash]) -> Found:
         """The number of a prompt's first blocks that the replica has, up to the last reported one if it is sampled."""
@@ -156,6 +163,12 @@ class CachedBlocks:
                 num_on_disk += index - num_cached
             num_cached = index
         return Found(num_cached, num_on_disk)
+
+
+def _blocks(joined: bytes, name: str) -> list[bytes]:
+    if len(joined) % SHORT_BYTES:
+        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
+    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
