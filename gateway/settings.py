@@ -96,7 +96,6 @@ class ListenFlags(ServiceFlags):
 
     @property
     def requires_keys(self) -> bool:
-        """Whether calls need a key."""
         return bool(self.keys_files or self.api_keys)
 
     def __post_init__(self) -> None:

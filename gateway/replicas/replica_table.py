@@ -155,7 +155,6 @@ class ReplicaTable:
         await self._some_ready.wait()
 
     async def wait_until_not_ready(self) -> None:
-        """Waits until no replica is ready."""
         await self._none_ready.wait()
 
     async def wait_until_known(self, patience_s: float) -> list[Welcome]:

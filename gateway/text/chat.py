@@ -376,7 +376,6 @@ def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common_prefix(first: list[int], second: list[int]) -> list[int]:
-    """The longest common prefix."""
     return first[: num_common(first, second)]
 
 
