@@ -362,7 +362,10 @@ class _CheckedState(ConnectionState):
                 raise h11.RemoteProtocolError("the chunks of a body are too short")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
-            _check_framing(event)
+            # RFC 9112 (6.1) calls such a body faulty. h11 checks the rest of the framing.
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("the length of the body is ambiguous")
             return _in_origin_form(event)
         return event
 
@@ -376,14 +379,6 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
     headers = [(b"host", match[1]), *((name, value) for name, value in request.headers if name != b"host")]
     path = match[2] if match[2].startswith(b"/") else b"/" + match[2]
     return h11.Request(method=request.method, target=path, headers=headers, http_version=request.http_version)
-
-
-def _check_framing(request: h11.Request) -> None:
-    """Raises RemoteProtocolError for a body that RFC 9112 (6.1) calls faulty: with both Content-Length and
-    Transfer-Encoding, or with Transfer-Encoding in HTTP/1.0. h11 checks the rest of the framing."""
-    names = {name for name, _ in request.headers}
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        raise h11.RemoteProtocolError("the length of the body is ambiguous")
 
 
 class HttpConnection(Protocol):
@@ -458,7 +453,9 @@ class HttpConnection(Protocol):
             await send(message)
 
         timeout_s = self._settings.slow_sender_timeout
-        body = IncomingBody(receive, send_and_note, self._owner.bodies, timeout_s, self._has_whole_body)
+        body = IncomingBody(
+            receive, send_and_note, self._owner.bodies, timeout_s, lambda: self.conn.their_state is not h11.SEND_BODY
+        )
         message_memory.set(body.held)
         try:
             await self._application(scope, body.receive, body.send)
@@ -471,9 +468,6 @@ class HttpConnection(Protocol):
                 await send_answer(send, answer, {"retry-after": "1", "connection": "close"})
         finally:
             body.release()
-
-    def _has_whole_body(self) -> bool:
-        return self.conn.their_state is not h11.SEND_BODY
 
     def _watch_reader(self) -> None:
         """Closes the connection if the client reads nothing within the time limit."""
