@@ -203,7 +203,7 @@ class HttpServer:
         self.settings = settings
         self.bodies = bodies
         self._on_refusal = on_refusal
-        # The holders of the places, of which each connection has one from its start to its end.
+        # The holders of places. Each connection has a place from its start to its end.
         self._holders: set[object] = set()
         self._https = None if tls is None else HttpsFiles(tls)
         self._listener = self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
