@@ -40,20 +40,8 @@ _short_seconds = partial(Distribution, SHORT_SECONDS)
 _counts = partial(Distribution, COUNTS)
 
 
-@dataclass(slots=True)
-class Durations:
-    """The number and the sum of durations."""
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.seconds += seconds
-
-
 class RequestStatistics:
-    """Sums over all accepted requests that are over, in all front ends.
+    """Sums over all accepted requests that are over, in all front ends: distributions of seconds in one bucket.
 
     Attributes:
         completed: Completed requests: time from arrival to the end of the call.
@@ -64,10 +52,7 @@ class RequestStatistics:
     """
 
     def __init__(self) -> None:
-        self.completed = Durations()
-        self.failed = Durations()
-        self.queued = Durations()
-        self.computed = Durations()
+        self.completed, self.failed, self.queued, self.computed = (Distribution(()) for _ in range(4))
         self.last_completed_at_s: float | None = None
 
     def add(self, seconds: float, usage: Usage | None) -> None:
@@ -409,19 +394,12 @@ class _TenantMetrics:
         self._requests = Counter("requests", "Requests of a tenant, by outcome.", ["tenant", "outcome"], **make)
         self._prompt = Counter("prompt_tokens", "Prompt tokens of a tenant's requests.", ["tenant"], **make)
         self._generated = Counter("generated_tokens", "Tokens generated for a tenant.", ["tenant"], **make)
-        self._first_token = Histogram(
-            "time_to_first_token_seconds",
-            "Seconds from the arrival of a tenant's request to its first token.",
-            ["tenant"],
-            buckets=_TENANT_SECONDS,
-            **make,
+        seconds = partial(Histogram, labelnames=["tenant"], buckets=_TENANT_SECONDS, **make)
+        self._first_token = seconds(
+            "time_to_first_token_seconds", "Seconds from the arrival of a tenant's request to its first token."
         )
-        self._whole = Histogram(
-            "request_seconds",
-            "Seconds from the arrival of a tenant's completed request to the end of its call.",
-            ["tenant"],
-            buckets=_TENANT_SECONDS,
-            **make,
+        self._whole = seconds(
+            "request_seconds", "Seconds from the arrival of a tenant's completed request to the end of its call."
         )
 
     def add(self, live: LiveRequest, outcome: str, num_new_tokens: int, seconds: float | None) -> None:

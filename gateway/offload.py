@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import TypeVar, TypeVarTuple
 
 from gateway.turns import LONG_BYTES
@@ -21,6 +22,7 @@ Result = TypeVar("Result")
 Arguments = TypeVarTuple("Arguments")
 
 
+@dataclass(slots=True)
 class _Flow:
     """The waiting short jobs, or the waiting long jobs, of one tenant, in the order of their arrival.
 
@@ -29,11 +31,8 @@ class _Flow:
         jobs: The cost of each job, by the future that starts it.
     """
 
-    __slots__ = ("jobs", "served")
-
-    def __init__(self, served: int) -> None:
-        self.served = served
-        self.jobs: dict[asyncio.Future[None], int] = {}
+    served: int
+    jobs: dict[asyncio.Future[None], int] = field(default_factory=dict["asyncio.Future[None]", int])
 
     @property
     def finish(self) -> int:

@@ -96,21 +96,10 @@ class ListenFlags(ServiceFlags):
 
     @property
     def requires_keys(self) -> bool:
-        """Whether calls need a key."""
         return bool(self.keys_files or self.api_keys)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_fronts()
-        if self.tls_client_auth and self.tls_dir is None:
-            raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
-        # The message omits the key, since it is logged.
-        if not all(map(is_key, self.api_keys)):
-            raise ValueError("--api-key has a key that is empty, longer than 512 characters, or not printable ASCII")
-        if (self.public_cert is None) != (self.public_key is None):
-            raise ValueError("--public-cert and --public-key go together; give both, or none")
-
-    def _check_fronts(self) -> None:
         for front in self.fronts:
             if front not in FRONTS:
                 known = ", ".join(FRONTS)
@@ -129,6 +118,13 @@ class ListenFlags(ServiceFlags):
                     raise ValueError(
                         f"{flag} is set, but --fronts is {fronts}, without {front}; add {front}, or leave {flag} out"
                     )
+        if self.tls_client_auth and self.tls_dir is None:
+            raise ValueError("--tls-client-auth needs TLS; give --tls-dir")
+        # The message omits the key, since it is logged.
+        if not all(map(is_key, self.api_keys)):
+            raise ValueError("--api-key has a key that is empty, longer than 512 characters, or not printable ASCII")
+        if (self.public_cert is None) != (self.public_key is None):
+            raise ValueError("--public-cert and --public-key go together; give both, or none")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Fair use of the event loop, which all requests share."""
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar, TypeVarTuple
@@ -63,46 +63,30 @@ class Turns:
             self._began_at = clock.monotonic()
 
 
-class TenantTurns:
-    """Turns of long work that many calls may do at once. Only one call has a turn at a time, tenants alternate
-    independent of their number of calls, and the work takes at most half of the event loop's time. With `Turns`, in
-    contrast, calls take turns instead of tenants, and use all remaining time."""
+class TenantQueue:
+    """Places for calls. While calls wait for a place, tenants alternate independent of their number of calls."""
 
-    def __init__(self) -> None:
-        self._is_taken = False
-        # The tenant of the current or the last turn.
-        self._last = ""
+    def __init__(self, num_places: int = 1) -> None:
+        self._num_free = num_places
+        # In the order of the tenants' turns.
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
-    async def do(self, tenant: str, work: Callable[[], bool]) -> None:
-        """Calls `work`, which takes at most a millisecond, until it returns True."""
-        is_done = False
-        while not is_done:
-            async with self._turn(tenant):
-                began_at = clock.monotonic()
-                while not (is_done := work()) and clock.monotonic() - began_at < _TURN_S:
-                    pass
-                # Equal time for other tasks: a token needs several iterations of the loop on its way to a client.
-                await asyncio.sleep(clock.monotonic() - began_at)
-
-    async def call(self, tenant: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        """Runs a long function that cannot pause, such as a parser, in its own turn; returns the result."""
-        async with self._turn(tenant):
-            began_at = clock.monotonic()
-            try:
-                return function(*arguments)
-            finally:
-                await asyncio.sleep(clock.monotonic() - began_at)
+    @property
+    def num_waiting(self) -> Counter[str]:
+        """The number of waiting calls of each tenant."""
+        return Counter({tenant: sum(not each.done() for each in calls) for tenant, calls in self._waiting.items()})
 
     @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncGenerator[None]:
-        if self._is_taken:
+    async def place(self, tenant: str) -> AsyncGenerator[None]:
+        """Waits for a place, which the call has during the context."""
+        if self._num_free:
+            self._num_free -= 1
+        else:
             await self._wait(tenant)
-        self._is_taken, self._last = True, tenant
         try:
             yield
         finally:
-            self._pass_on()
+            self._pass_on(tenant)
 
     async def _wait(self, tenant: str) -> None:
         given = asyncio.get_running_loop().create_future()
@@ -111,19 +95,45 @@ class TenantTurns:
             await given
         except asyncio.CancelledError:
             if not given.cancelled():
-                self._pass_on()
+                self._pass_on(tenant)
             raise
 
-    def _pass_on(self) -> None:
-        """Gives the turn to the next waiting call, or frees it."""
-        if self._last in self._waiting:
-            self._waiting.move_to_end(self._last)
+    def _pass_on(self, tenant: str) -> None:
+        """Gives the place of a tenant to the next waiting call, or frees it."""
+        if tenant in self._waiting:
+            self._waiting.move_to_end(tenant)
         while self._waiting:
-            tenant, own = next(iter(self._waiting.items()))
-            given = own.popleft()
-            if not own:
-                del self._waiting[tenant]
+            other, calls = next(iter(self._waiting.items()))
+            given = calls.popleft()
+            if not calls:
+                del self._waiting[other]
             if not given.done():
                 given.set_result(None)
                 return
-        self._is_taken = False
+        self._num_free += 1
+
+
+class TenantTurns(TenantQueue):
+    """Turns of long work that many calls may do at once. Only one call has a turn at a time, and the work takes at most
+    half of the event loop's time. With `Turns`, in contrast, calls take turns instead of tenants, and use all remaining
+    time."""
+
+    async def do(self, tenant: str, work: Callable[[], bool]) -> None:
+        """Calls `work`, which takes at most a millisecond, until it returns True."""
+        is_done = False
+        while not is_done:
+            async with self.place(tenant):
+                began_at = clock.monotonic()
+                while not (is_done := work()) and clock.monotonic() - began_at < _TURN_S:
+                    pass
+                # Equal time for other tasks: a token needs several iterations of the loop on its way to a client.
+                await asyncio.sleep(clock.monotonic() - began_at)
+
+    async def call(self, tenant: str, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        """Runs a long function that cannot pause, such as a parser, in its own turn; returns the result."""
+        async with self.place(tenant):
+            began_at = clock.monotonic()
+            try:
+                return function(*arguments)
+            finally:
+                await asyncio.sleep(clock.monotonic() - began_at)

@@ -12,8 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from gateway.replicas.roles import Stage, Work, has_room
-from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy
+from gateway.replicas.routing import Candidate, Choice, Router, RoutingPolicy, Stage, Work, has_room
 from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.request import EmittedSequence, Request

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from gateway.replicas.events import Chunk, GeneratedSequence
-from gateway.text.formats.output import Output, ToolCallDelta
+from gateway.text.formats.parser import Output, ToolCallDelta
 
 
 class BlockKind(Enum):

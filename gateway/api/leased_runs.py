@@ -7,8 +7,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from gateway.leased_table import LeasedTable, Row
 from gateway.request.generator import Generator
+from gateway.sqlite import LeasedTable, Row
 from quire.rpc.errors import QuireError
 
 RENEW_S = 1.0

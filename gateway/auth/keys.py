@@ -44,7 +44,6 @@ _logger = logging.getLogger(__name__)
 
 
 def make_key() -> str:
-    """A new random key."""
     return _PREFIX + urlsafe_b64encode(entropy.random_bytes(_RANDOM_BYTES)).rstrip(b"=").decode()
 
 
@@ -146,14 +145,12 @@ class KeyEntry(BaseModel):
 
     @property
     def access(self) -> Access:
-        """The permissions of the key."""
         highest = max(self.priority, 0) if self.max_priority is None else self.max_priority
         models = None if self.models is None else frozenset(self.models)
         return Access(models, self.priority, highest, may_pin=self.may_pin, is_operator=self.is_operator)
 
     @property
     def limits(self) -> Limits:
-        """The limits of the key."""
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.max_concurrent_requests)
 
 

@@ -8,14 +8,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.text.formats.output import ToolCallDelta
+from gateway.text.formats.parser import ToolCallDelta
 from gateway.types import TokenIds, optional
 from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import KvSource
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.messages.arrays import decode_int32, decode_logprobs
 from quire.messages.logprob_columns import LogprobColumns
-from quire.messages.prefix_hashes import SHORT_BYTES
 from quire.messages.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
@@ -308,19 +307,6 @@ class EventBatch:
         yield EventBatch(failed=self.failed, moved=self.moved, has_room=self.has_room)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheUpdate:
-    """Changes of a replica's prefix cache and its disk tier, applied in the order of the fields. Blocks are ends of
-    their hashes; a large pool reports only blocks whose hash ends in `sampling_bits` zero bits."""
-
-    is_cleared: bool
-    removed: list[bytes]
-    stored: list[bytes]
-    sampling_bits: int
-    disk_removed: list[bytes] = field(default_factory=list[bytes])
-    disk_stored: list[bytes] = field(default_factory=list[bytes])
-
-
 # Conversions from the messages of quire.scheduler.v1.
 
 _REASONS = {
@@ -330,9 +316,6 @@ _REASONS = {
     common_pb2.FINISH_REASON_ERROR: FinishReason.ERROR,
 }
 _USAGE = fields(Usage)
-# The sampling bits are within the last byte of a hash.
-_MAX_SAMPLING_BITS = 8
-_CHANGES = ("removed", "stored", "disk_removed", "disk_stored")
 # Fields of `Welcome` that have the same name and type in the message.
 _WELCOME_FIELDS = tuple(
     field.name for field in fields(Welcome) if field.name not in ("durable_grace_s", "protocol", "model", "role")
@@ -347,20 +330,6 @@ def welcome_from(message: scheduler_pb2.Welcome) -> Welcome:
         model=ModelFingerprint.of(message.model),
         role=ReplicaRole.of(message.role),
     )
-
-
-def cache_update_from(message: scheduler_pb2.CacheUpdate) -> CacheUpdate:
-    """Raises InvalidArgument if the message is malformed."""
-    if message.sampling_bits > _MAX_SAMPLING_BITS:
-        raise InvalidArgument(f"cache.sampling_bits is {message.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
-    changes = {name: _blocks(getattr(message, name), name) for name in _CHANGES}
-    return CacheUpdate(is_cleared=message.cleared, sampling_bits=message.sampling_bits, **changes)
-
-
-def _blocks(joined: bytes, name: str) -> list[bytes]:
-    if len(joined) % SHORT_BYTES:
-        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
-    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
 
 
 def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from gateway.replicas.events import EventBatch, Welcome, cache_update_from, event_batch_from, welcome_from
+from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import submit_message
 from gateway.replicas.routing import CachedBlocks
@@ -374,7 +374,7 @@ class SchedulerLink:
                 case "cache":
                     if self.cached is None:
                         self.cached = CachedBlocks()
-                    self.cached.update(cache_update_from(message.cache))
+                    self.cached.update(message.cache)
                 case _:
                     """A message of a later version, or a second welcome."""
 

@@ -19,8 +19,7 @@ from gateway.replicas.events import (
     Usage,
 )
 from gateway.replicas.generation_request import GenerationRequest
-from gateway.replicas.sequence import SequenceStream, TokenGapError
-from gateway.replicas.usage import with_gateway_counts
+from gateway.replicas.sequence import SequenceStream, TokenGapError, with_gateway_counts
 from gateway.turns import Turns
 from quire.common.v1.common_pb2 import KvSource
 from quire.gateway.v1.generation_pb2 import ToolCall

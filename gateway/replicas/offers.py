@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
-from gateway.replicas.replica import Replica
-from gateway.replicas.replica_table import ReplicaTable, next_stage
-from gateway.replicas.roles import Stage, has_room
+from gateway.replicas.replica_table import Replica, ReplicaTable, next_stage
+from gateway.replicas.routing import Stage, has_room
 from quire.messages.replica_role import ReplicaRole
 
 _FIRST_LOOK_S, _NEXT_LOOK_S = 0.1, 1.0

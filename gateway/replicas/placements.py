@@ -18,8 +18,7 @@ from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.offers import Offers
-from gateway.replicas.replica import Replica
-from gateway.replicas.replica_table import ReplicaTable
+from gateway.replicas.replica_table import Replica, ReplicaTable
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime import entropy

@@ -12,8 +12,7 @@ from gateway.replicas.live import Arrivals, LiveRequest
 from gateway.replicas.members import Members, Resolver, may_be_several
 from gateway.replicas.offers import Offers
 from gateway.replicas.placements import Placements
-from gateway.replicas.replica import Replica
-from gateway.replicas.replica_table import ReplicaTable
+from gateway.replicas.replica_table import Replica, ReplicaTable
 from gateway.replicas.routing import Router, RoutingPolicy
 from gateway.replicas.scheduler_calls import SchedulerCalls
 from quire.messages.replica_role import ReplicaRole

@@ -7,8 +7,7 @@ from gateway.replicas.generation_request import GenerationRequest, NamedAdapter
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.sequence import SequenceStream
 from gateway.text.formats.answer import PLAIN, AnswerFormat
-from gateway.text.formats.parser import OfferedTool
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.parser import OfferedTool, Thinking
 from gateway.types import optional
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32

@@ -5,12 +5,18 @@ the same way (`quire.messages.prefix_hashes`). A block on a replica's disk is wo
 pool. If replicas have the same part of a prompt, or no replica has any, affinity decides: rendezvous hashing sends
 prompts with the same next blocks to the same replica. No replica may have much more than its fair share of requests.
 
-If replicas have roles, these narrow the choice first: see `roles`.
+If some replicas are for prefill and others for decode, roles narrow the choice first (`narrowed`). The prefill of a
+long prompt delays each stream on the same replica. Such a prompt goes where the total delay is smallest: its own wait
+for the prompts before it, plus the delay of the streams. Prefill replicas soon lose their streams, so they are chosen
+until their queue is the longer delay; a replica without streams takes prompts in any role.
+
+A request with a long prompt leaves a prefill replica after its first token, and all other streams leave when a long
+prompt arrives. Until then streams stay if the other replicas are busier, and short prompts may go there, too.
 """
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import count
@@ -19,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gateway.replicas.events import CacheUpdate
-from gateway.replicas.roles import Place, Stage, Work, narrowed
-from quire.messages.prefix_hashes import BlockHash, hash_chain, root_hash, short
+from quire.messages.prefix_hashes import SHORT_BYTES, BlockHash, hash_chain, root_hash, short
 from quire.messages.replica_role import ReplicaRole
+from quire.rpc.errors import InvalidArgument
+from quire.scheduler.v1 import scheduler_pb2
 
 # Prompts that share this number of blocks after the cached ones go to the same replica. A larger number would separate
 # requests that share fewer blocks.
@@ -36,6 +42,8 @@ _LEAST_WEIGHT, _MOST_WEIGHT = 0.25, 4.0
 _WORTH_ON_DISK = 0.9
 # Maximum blocks of a prompt that are looked up, which bounds the time of a call to a few milliseconds.
 _MAX_HASHED_BLOCKS = 4096
+# The sampling bits are within the last byte of a hash.
+_MAX_SAMPLING_BITS = 8
 
 Prompt = NDArray[np.int32]
 
@@ -51,6 +59,53 @@ class RoutingPolicy(enum.Enum):
     CACHE = "cache"
     AFFINITY = "affinity"
     ROUND_ROBIN = "round-robin"
+
+
+class Stage(enum.Enum):
+    """The next stage of a request.
+
+    PROMPT  prefill; it can move to another replica afterwards
+    STAY    prefill and decode on one replica: it cannot move until it is over
+    STREAM  decode
+    """
+
+    PROMPT = enum.auto()
+    STAY = enum.auto()
+    STREAM = enum.auto()
+
+
+@dataclass(slots=True)
+class Work:
+    """The work of one replica for this gateway.
+
+    Attributes:
+        prompts: The number of uncached prompt tokens of each request in prefill, by handle.
+        num_prompt_tokens: The sum of `prompts`.
+        streams: The handles of requests that have output tokens.
+    """
+
+    prompts: dict[int, int] = field(default_factory=dict[int, int])
+    num_prompt_tokens: int = 0
+    streams: set[int] = field(default_factory=set[int])
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.prompts) + len(self.streams)
+
+    def add_prompt(self, handle: int, num_new_tokens: int) -> None:
+        self.remove(handle)
+        self.prompts[handle] = num_new_tokens
+        self.num_prompt_tokens += num_new_tokens
+
+    def add_stream(self, handle: int) -> None:
+        """Adds a request that has output tokens; it may be in `prompts` until now."""
+        self.remove(handle)
+        self.streams.add(handle)
+
+    def remove(self, handle: int) -> None:
+        """Removes a request. Idempotent."""
+        self.num_prompt_tokens -= self.prompts.pop(handle, 0)
+        self.streams.discard(handle)
 
 
 class Found(NamedTuple):
@@ -80,16 +135,20 @@ class CachedBlocks:
     def __len__(self) -> int:
         return len(self._blocks) + len(self._on_disk)
 
-    def update(self, update: CacheUpdate) -> None:
-        """Applies changes."""
-        if update.is_cleared:
+    def update(self, update: scheduler_pb2.CacheUpdate) -> None:
+        """Applies changes. Raises InvalidArgument if the message is malformed."""
+        if update.sampling_bits > _MAX_SAMPLING_BITS:
+            raise InvalidArgument(f"cache.sampling_bits is {update.sampling_bits}; at most {_MAX_SAMPLING_BITS}")
+        names = ("removed", "stored", "disk_removed", "disk_stored")
+        removed, stored, disk_removed, disk_stored = (_blocks(getattr(update, name), name) for name in names)
+        if update.cleared:
             self._blocks.clear()
             self._on_disk.clear()
         self._mask = (1 << update.sampling_bits) - 1
-        self._blocks.difference_update(update.removed)
-        self._blocks.update(update.stored)
-        self._on_disk.difference_update(update.disk_removed)
-        self._on_disk.update(update.disk_stored)
+        self._blocks.difference_update(removed)
+        self._blocks.update(stored)
+        self._on_disk.difference_update(disk_removed)
+        self._on_disk.update(disk_stored)
 
     def find(self, hashes: Sequence[BlockHash]) -> Found:
         """The number of a prompt's first blocks that the replica has, up to the last reported one if it is sampled."""
@@ -104,6 +163,12 @@ class CachedBlocks:
                 num_on_disk += index - num_cached
             num_cached = index
         return Found(num_cached, num_on_disk)
+
+
+def _blocks(joined: bytes, name: str) -> list[bytes]:
+    if len(joined) % SHORT_BYTES:
+        raise InvalidArgument(f"cache.{name} has {len(joined)} bytes; it must have {SHORT_BYTES} for each block")
+    return [joined[start : start + SHORT_BYTES] for start in range(0, len(joined), SHORT_BYTES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +211,8 @@ class Router:
         """Chooses the replica for a prompt of token ids. `adapter` and `salt` are digests; `candidates` are by address,
         at least one."""
         found = self._find(prompt, tenant, candidates, adapter, salt)
-        places = {
-            address: Place(each.role, each.work, len(prompt) - found.get(address, _NOTHING).num_cached)
-            for address, each in candidates.items()
-        }
-        chosen = narrowed(places, stage, self.long_prompt)
+        num_new = {address: len(prompt) - found.get(address, _NOTHING).num_cached for address in candidates}
+        chosen = narrowed(candidates, num_new, stage, self.long_prompt)
         if len(chosen) < len(candidates):
             candidates = {address: candidates[address] for address in chosen}
             found = {address: each for address, each in found.items() if address in candidates}
@@ -160,7 +222,7 @@ class Router:
                 replica = addresses[next(self._turns) % len(addresses)]
             case RoutingPolicy.AFFINITY | RoutingPolicy.CACHE:
                 replica = _by_prefix(prompt, candidates, adapter, found)
-        return Choice(replica, places[replica].num_new_tokens)
+        return Choice(replica, num_new[replica])
 
     def _find(
         self,
@@ -250,3 +312,43 @@ def choose_replica(key: bytes, loads: Mapping[str, float], cached_tokens: Mappin
     most = max((cached_tokens[replica] for replica in with_room), default=0) if cached_tokens else 0
     best = [replica for replica in with_room if not cached_tokens or cached_tokens[replica] == most]
     return min(best, key=lambda replica: blake2b(replica.encode(), key=key, digest_size=8).digest())
+
+
+def narrowed(
+    candidates: Mapping[str, Candidate], num_new: Mapping[str, int], stage: Stage, long_prompt: int
+) -> Collection[str]:
+    """The addresses of the replicas that suit the stage, at least one. Cached prefix and load decide among them.
+
+    Args:
+        candidates: The replicas that can take the request. Not empty.
+        num_new: The number of tokens of the prompt that each of them would have to compute.
+        long_prompt: The number of uncached tokens from which a prompt is long.
+    """
+    for_streams = [address for address, each in candidates.items() if each.role is not ReplicaRole.PREFILL]
+    if not for_streams or all(each.role is ReplicaRole.BOTH for each in candidates.values()):
+        return candidates.keys()
+    if stage is Stage.STAY:
+        return for_streams
+    if stage is Stage.PROMPT and min(num_new[each] for each in for_streams) >= long_prompt:
+        costs = {
+            address: (_delay(each, num_new[address]), _ORDER.index(each.role)) for address, each in candidates.items()
+        }
+        least = min(costs.values())
+        return [address for address, cost in costs.items() if cost == least]
+    streams = [candidates[each].work for each in for_streams]
+    idle = [at for at, each in candidates.items() if at not in for_streams and has_room(each.work, streams)]
+    return [*for_streams, *idle]
+
+
+_ORDER = (ReplicaRole.PREFILL, ReplicaRole.BOTH, ReplicaRole.DECODE)
+
+
+def _delay(replica: Candidate, num_new_tokens: int) -> int:
+    """The total delay of a prompt and of the streams that it delays, in tokens that are computed first."""
+    num_streams = 0 if replica.role is ReplicaRole.PREFILL else len(replica.work.streams)
+    return replica.work.num_prompt_tokens + num_new_tokens * (1 + num_streams)
+
+
+def has_room(work: Work, others: Iterable[Work]) -> bool:
+    """Whether a prefill replica may have a stream for now: it has no prompts, and all others have more streams."""
+    return not work.num_prompt_tokens and len(work.streams) < min(len(other.streams) for other in others)

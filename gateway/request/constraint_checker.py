@@ -10,11 +10,11 @@ import logging
 import os
 import socket
 import subprocess
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable
+from collections import OrderedDict
 from pathlib import Path
 from typing import Protocol
 
+from gateway.turns import TenantQueue
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.check_process import CUT_SHORT, HEADER
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
@@ -56,7 +56,7 @@ class ConstraintChecker:
         self._trial = trial
         self.is_starting = is_starting
         self._kept: dict[str, OrderedDict[bytes, Verdict]] = {}
-        self._turns = FairTurns(MAX_RUNNING, MAX_WAITING, MAX_WAITING_OF_TENANT)
+        self._places = TenantQueue(MAX_RUNNING)
         self._underway: dict[bytes, asyncio.Task[Verdict]] = {}
 
     async def wait_until_started(self) -> None:
@@ -90,11 +90,22 @@ class ConstraintChecker:
 
     async def _compile(self, key: bytes, content: bytes, tenant: str) -> Verdict:
         if (task := self._underway.get(key)) is None:
-            task = asyncio.create_task(self._turns.run(tenant, lambda: self._trial.verdict(content)))
+            task = asyncio.create_task(self._try(content, tenant))
             self._underway[key] = task
             task.add_done_callback(lambda ended: self._forget(key, ended))
         # A cancelled caller does not cancel the check, for which others may wait.
         return await asyncio.shield(task)
+
+    async def _try(self, content: bytes, tenant: str) -> Verdict:
+        num_waiting = self._places.num_waiting
+        if num_waiting[tenant] >= MAX_WAITING_OF_TENANT or num_waiting.total() >= MAX_WAITING:
+            raise ResourceExhausted(
+                f"{num_waiting[tenant]} constraints of this tenant wait to be compiled; try again",
+                reason="CONSTRAINTS_QUEUE_FULL",
+                retry_after_ms=_RETRY_AFTER_MS,
+            )
+        async with self._places.place(tenant):
+            return await self._trial.verdict(content)
 
     def _forget(self, key: bytes, ended: asyncio.Task[Verdict]) -> None:
         self._underway.pop(key, None)
@@ -118,64 +129,6 @@ class ConstraintChecker:
 def _refusal(verdict: tuple[str, str]) -> InvalidArgument:
     field, description = verdict
     return invalid_field(f"{_FIELD}.{field}" if field else _FIELD, description)
-
-
-class FairTurns:
-    """Limits concurrent work, and serves the tenants in turn."""
-
-    def __init__(self, max_running: int, max_waiting: int, max_waiting_of_tenant: int) -> None:
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._max_waiting_of_tenant = max_waiting_of_tenant
-        self._num_running = 0
-        # The tenants, in the order of their turns.
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-
-    async def run(self, tenant: str, work: Callable[[], Awaitable[Verdict]]) -> Verdict:
-        """Does the work when it is its turn. Raises ResourceExhausted if too much work waits."""
-        if self._num_running >= self._max_running:
-            await self._wait(tenant)
-        else:
-            self._num_running += 1
-        try:
-            return await work()
-        finally:
-            self._num_running -= 1
-            self._wake_next()
-
-    async def _wait(self, tenant: str) -> None:
-        queue = self._waiting.get(tenant, ())
-        if len(queue) >= self._max_waiting_of_tenant or sum(map(len, self._waiting.values())) >= self._max_waiting:
-            raise ResourceExhausted(
-                f"{len(queue)} constraints of this tenant wait to be compiled; try again",
-                reason="CONSTRAINTS_QUEUE_FULL",
-                retry_after_ms=_RETRY_AFTER_MS,
-            )
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                # The turn came at the same time as the cancellation.
-                self._num_running -= 1
-                self._wake_next()
-            elif turn in (queue := self._waiting.get(tenant, ())):
-                # A call that has left must not cause the refusal of another one.
-                self._waiting[tenant].remove(turn)
-                if not queue:
-                    del self._waiting[tenant]
-            raise
-
-    def _wake_next(self) -> None:
-        while self._waiting and self._num_running < self._max_running:
-            tenant, queue = self._waiting.popitem(last=False)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue
-            if not turn.done():
-                turn.set_result(None)
-                self._num_running += 1
 
 
 class TrialProcess:

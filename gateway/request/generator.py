@@ -5,7 +5,6 @@ from collections import Counter, abc
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from gateway.auth.caller import current_caller
@@ -25,11 +24,10 @@ from gateway.request.answer_memory import (
     check_prompt_logprobs,
     num_prompt_logprobs,
 )
-from gateway.request.continuation import continue_from
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
 from gateway.request.parameters import CallParameters
-from gateway.request.prepare import prepare
+from gateway.request.prepare import continue_from, prepare
 from gateway.request.served_model import ServedModel
 from gateway.request.spans import RequestSpan
 from gateway.request.validation import check_call
@@ -101,12 +99,11 @@ class Generator:
         ledger: Ledger,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        tracer: Tracer | None = None,
-        adapters: Adapters | None = None,
+        tracer: Tracer | None,
+        adapters: Adapters,
     ) -> None:
-        """Without `adapters` the generator serves no adapters."""
         self.model = model
-        self.adapters = Adapters(model.name, Path(), lambda: [0]) if adapters is None else adapters
+        self.adapters = adapters
         self.replicas = replicas
         self.is_draining = False
         self.preparations = Preparations()
@@ -134,7 +131,6 @@ class Generator:
         return len(self._ledger)
 
     def refuse_all_calls(self) -> None:
-        """Refuses every call from now on."""
         self._refuses_all = True
 
     @contextmanager

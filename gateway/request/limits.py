@@ -121,10 +121,6 @@ class Limits:
         clamp = "always" if options.clamp is Clamp.ALWAYS else self.clamp_max_tokens
         return clamp == "always" or (clamp == "defaults" and max_tokens in DEFAULT_MAX_TOKENS)
 
-    def fewest_tokens(self, num_bytes: int) -> int:
-        """The minimum number of tokens of a text with this many bytes in UTF-8."""
-        return -(-num_bytes // self.longest_token_bytes)
-
     @property
     def max_tokenize_bytes(self) -> int:
         """The maximum size of a text for Tokenize, in bytes of UTF-8."""

@@ -224,7 +224,7 @@ def _check_prompt_size(
     if is_truncated:
         violations.check_size(field, texts, limits.max_tokenize_bytes)
         return
-    fewest = limits.fewest_tokens(sum(map(utf8_size, texts)))
+    fewest = -(-sum(map(utf8_size, texts)) // limits.longest_token_bytes)
     _check_prompt_length(violations, field, fewest, limits, is_lower_bound=True)
 
 

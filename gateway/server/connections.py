@@ -176,34 +176,12 @@ class IncomingBody:
             return
 
 
-class Places:
-    """Counts the connections to one port. Each connection holds a place from its start to its end."""
-
-    def __init__(self, max_connections: int, on_refusal: Callable[[], None]) -> None:
-        """`on_refusal` is called for each connection that gets no place."""
-        self._max_connections = max_connections
-        self._on_refusal = on_refusal
-        self._holders: set[object] = set()
-
-    def take(self, holder: object) -> bool:
-        """Takes a place; returns whether one was free."""
-        if len(self._holders) >= self._max_connections:
-            self._on_refusal()
-            return False
-        self._holders.add(holder)
-        return True
-
-    def give_back(self, holder: object) -> None:
-        """Frees a place. Idempotent."""
-        self._holders.discard(holder)
-
-
 class HttpServer:
     """Serves an application in the running event loop, on a socket that the constructor binds.
 
     Attributes:
         address: Where it listens, as HOST:PORT.
-        config, state, settings, places, bodies: Shared by its connections.
+        config, state, settings, bodies: Shared by its connections.
     """
 
     def __init__(
@@ -223,8 +201,10 @@ class HttpServer:
         self.state = ServerState()
         self._stopping = asyncio.Event()
         self.settings = settings
-        self.places = Places(settings.max_connections, on_refusal)
         self.bodies = bodies
+        self._on_refusal = on_refusal
+        # The holders of places. Each connection has a place from its start to its end.
+        self._holders: set[object] = set()
         self._https = None if tls is None else HttpsFiles(tls)
         self._listener = self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
         self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
@@ -282,13 +262,25 @@ class HttpServer:
     async def _listen(self) -> Any:
         """Accepts connections; returns an object with `close` and `wait_closed`."""
         if self._https is not None:
-            context, timeout_s = self._https.context(), self.settings.handshake_timeout
-            return TlsListener(self._listener, context, self._make_protocol, timeout_s, self.places)
+            return TlsListener(self, self._listener, self._https.context())
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self._make_protocol, sock=self._listener, backlog=self.config.backlog)
+        return await loop.create_server(self.make_protocol, sock=self._listener, backlog=self.config.backlog)
 
-    def _make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
+    def make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
+        """The protocol of a connection; `handshake` is the holder of its place in the TLS handshake."""
         return HttpConnection(self, handshake)
+
+    def take_place(self, holder: object) -> bool:
+        """Takes a place for a connection; returns whether one was free."""
+        if len(self._holders) >= self.settings.max_connections:
+            self._on_refusal()
+            return False
+        self._holders.add(holder)
+        return True
+
+    def free_place(self, holder: object) -> None:
+        """Frees a place. Idempotent."""
+        self._holders.discard(holder)
 
     def close(self) -> None:
         """Closes the socket of a server that never ran."""
@@ -299,20 +291,10 @@ class TlsListener:
     """Accepts TLS connections. A connection takes its place when it is accepted; the server of `loop.create_server`
     reports a connection only after its handshake, and never if the handshake fails."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        context: ssl.SSLContext,
-        make_protocol: Callable[[object], asyncio.Protocol],
-        handshake_timeout_s: float,
-        places: Places,
-    ) -> None:
-        """`make_protocol` makes a connection's protocol; its argument is the holder of the place in the handshake."""
+    def __init__(self, server: HttpServer, listener: socket.socket, context: ssl.SSLContext) -> None:
+        self._server = server
         self._listener = listener
         self._context = context
-        self._make_protocol = make_protocol
-        self._handshake_timeout_s = handshake_timeout_s
-        self._places = places
         self._handshakes: dict[asyncio.Task[None], None] = {}
         self._listener.setblocking(False)
         self._accepting = asyncio.get_running_loop().create_task(self._accept_all(), name="HTTPS")
@@ -339,7 +321,7 @@ class TlsListener:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             holder = object()
-            if not self._places.take(holder):
+            if not self._server.take_place(holder):
                 connection.close()
                 continue
             handshake = loop.create_task(self._handshake(connection, holder))
@@ -350,15 +332,15 @@ class TlsListener:
         try:
             connection.setblocking(False)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._make_protocol(holder),
+                lambda: self._server.make_protocol(holder),
                 connection,
                 ssl=self._context,
-                ssl_handshake_timeout=self._handshake_timeout_s,
+                ssl_handshake_timeout=self._server.settings.handshake_timeout,
             )
         except OSError as error:  # includes ssl.SSLError and broken connections
             _logger.debug("a TLS handshake failed: %s", error)
         finally:
-            self._places.give_back(holder)
+            self._server.free_place(holder)
 
 
 class _CheckedState(ConnectionState):
@@ -380,7 +362,10 @@ class _CheckedState(ConnectionState):
                 raise h11.RemoteProtocolError("the chunks of a body are too short")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
-            _check_framing(event)
+            # RFC 9112 (6.1) calls such a body faulty. h11 checks the rest of the framing.
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                raise h11.RemoteProtocolError("the length of the body is ambiguous")
             return _in_origin_form(event)
         return event
 
@@ -396,21 +381,13 @@ def _in_origin_form(request: h11.Request) -> h11.Request:
     return h11.Request(method=request.method, target=path, headers=headers, http_version=request.http_version)
 
 
-def _check_framing(request: h11.Request) -> None:
-    """Raises RemoteProtocolError for a body that RFC 9112 (6.1) calls faulty: with both Content-Length and
-    Transfer-Encoding, or with Transfer-Encoding in HTTP/1.0. h11 checks the rest of the framing."""
-    names = {name for name, _ in request.headers}
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
-        raise h11.RemoteProtocolError("the length of the body is ambiguous")
-
-
 class HttpConnection(Protocol):
     """The protocol of one HTTP connection, with limits."""
 
     def __init__(self, server: HttpServer, handshake: object | None) -> None:
         """`handshake` is the holder of the place during the TLS handshake."""
         super().__init__(server.config, server.state, _CheckedState(), self._answer, self._refuse_malformed)
-        self._settings, self._places, self._bodies = server.settings, server.places, server.bodies
+        self._owner, self._settings = server, server.settings
         self._handshake = handshake
         # Runs while the write buffer is above its limit.
         self._writing: PatientTimer | None = None
@@ -419,8 +396,8 @@ class HttpConnection(Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._places.give_back(self._handshake)
-        if self._places.take(self):
+        self._owner.free_place(self._handshake)
+        if self._owner.take_place(self):
             self._reading = PatientTimer(self._settings.slow_sender_timeout, self._cut, "sent no request in time")
         else:
             transport.abort()
@@ -463,7 +440,7 @@ class HttpConnection(Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._writing = _stopped(self._writing)
         self._reading = _stopped(self._reading)
-        self._places.give_back(self)
+        self._owner.free_place(self)
         super().connection_lost(exc)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -476,7 +453,9 @@ class HttpConnection(Protocol):
             await send(message)
 
         timeout_s = self._settings.slow_sender_timeout
-        body = IncomingBody(receive, send_and_note, self._bodies, timeout_s, self._has_whole_body)
+        body = IncomingBody(
+            receive, send_and_note, self._owner.bodies, timeout_s, lambda: self.conn.their_state is not h11.SEND_BODY
+        )
         message_memory.set(body.held)
         try:
             await self._application(scope, body.receive, body.send)
@@ -489,9 +468,6 @@ class HttpConnection(Protocol):
                 await send_answer(send, answer, {"retry-after": "1", "connection": "close"})
         finally:
             body.release()
-
-    def _has_whole_body(self) -> bool:
-        return self.conn.their_state is not h11.SEND_BODY
 
     def _watch_reader(self) -> None:
         """Closes the connection if the client reads nothing within the time limit."""

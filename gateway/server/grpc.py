@@ -32,12 +32,6 @@ from quire.rpc.patience import PatientTimer
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 OPEN_METHODS = frozenset(f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods)
 """Methods without authentication: load balancers and supervisors call them, and have no keys."""
-_HANDLERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 # Memory of a call that has begun, measured with 4,000 calls; the factor for its metadata; and the maximum share of all
 # body memory that one call is charged.
 _CALL_BYTES = 32 << 10
@@ -54,7 +48,8 @@ def add_service(server: grpc.aio.Server, service: ServiceDescriptor, servicer: o
     counted before it is parsed."""
 
     def handler(method: MethodDescriptor) -> grpc.RpcMethodHandler:
-        return _HANDLERS[method.client_streaming, method.server_streaming](
+        of, to = ("stream" if each else "unary" for each in (method.client_streaming, method.server_streaming))
+        return getattr(grpc, f"{of}_{to}_rpc_method_handler")(
             getattr(servicer, method.name),
             request_deserializer=CountedMessage(GetMessageClass(method.input_type), limits).parse,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
@@ -189,27 +184,24 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         is_open = handler_call_details.method in OPEN_METHODS
-        deserialize, serializer = handler.request_deserializer, handler.response_serializer
+        decode, serializer = decoder(handler.request_deserializer), handler.response_serializer
         begun = functools.partial(self._begun, _metadata_bytes(handler_call_details.invocation_metadata or ()))
         if not handler.response_streaming:
             if handler.request_streaming:
                 return handler
-            behavior = self._reading(handler.unary_unary, deserialize, begun, is_open=is_open)
+            behavior = self._reading(handler.unary_unary, decode, begun, is_open=is_open)
             return grpc.stream_unary_rpc_method_handler(behavior, response_serializer=serializer)
         behavior = handler.stream_stream if handler.request_streaming else handler.unary_stream
         if inspect.isasyncgenfunction(behavior):
             behavior = self._writing(behavior)
         if handler.request_streaming:
-            behavior = self._reading_each(behavior, deserialize, begun)
+            behavior = self._reading_each(behavior, decode, begun)
         else:
-            behavior = self._reading(behavior, deserialize, begun, is_open=is_open)
+            behavior = self._reading(behavior, decode, begun, is_open=is_open)
         return grpc.stream_stream_rpc_method_handler(behavior, None, serializer)
 
-    def _reading(
-        self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun, *, is_open: bool
-    ) -> Behavior:
+    def _reading(self, behavior: Behavior, decode: Callable[[bytes], Any], begun: _Begun, *, is_open: bool) -> Behavior:
         """A handler that reads the only request from the request stream, and decodes it."""
-        decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> Any:
             with begun() as call:
@@ -239,9 +231,8 @@ class SlowClientInterceptor(grpc.aio.ServerInterceptor):
             raise InvalidArgument("the call has no request", reason="MALFORMED_MESSAGE")
         return data
 
-    def _reading_each(self, behavior: Behavior, deserialize: Callable[[bytes], Any] | None, begun: _Begun) -> Behavior:
+    def _reading_each(self, behavior: Behavior, decode: Callable[[bytes], Any], begun: _Begun) -> Behavior:
         """A handler that decodes each request of a stream."""
-        decode = decoder(deserialize)
 
         async def handle(requests: Any, context: grpc.aio.ServicerContext) -> None:
             with begun() as call:

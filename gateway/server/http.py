@@ -4,7 +4,7 @@ operators and Prometheus."""
 import ipaddress
 from collections.abc import Callable, Sequence, Set
 from http import HTTPStatus
-from typing import Literal, NotRequired
+from typing import Literal, NotRequired, cast
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -126,8 +126,6 @@ class EnvelopeMiddleware:
         self._reads_traces = reads_traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
         if self._reads_traces:
             set_incoming_context((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), None)
@@ -189,7 +187,7 @@ class HostMiddleware:
         self._allowed = frozenset(name.lower() for name in allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         # Browsers always send a Host header.
         host = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"host"), "")
@@ -216,7 +214,7 @@ class SiteMiddleware:
         self._allowed = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "POST" and self._is_of_other_site(Headers(scope=scope)):
+        if scope["method"] == "POST" and self._is_of_other_site(Headers(scope=scope)):
             message = (
                 "a page of another site may call this path only as application/json, or if --allowed-origins names its "
                 "origin"
@@ -276,7 +274,7 @@ class AuthMiddleware:
             self._open_paths |= {METRICS_PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "lifespan" and scope["path"] not in self._open_paths:
+        if scope["path"] not in self._open_paths:
             try:
                 caller = self._caller_of(scope)
                 set_caller(caller)
@@ -426,14 +424,7 @@ class _ProbeRoutes:
             "model": self._generator.model.name,
             "architecture": self._generator.model.architecture,
             "replicas": [
-                {
-                    "max_model_len": each.max_model_len,
-                    "block_size": each.block_size,
-                    "num_gpu_blocks": each.num_gpu_blocks,
-                    "num_host_blocks": each.num_host_blocks,
-                    "max_num_seqs": each.max_num_seqs,
-                    "max_num_batched_tokens": each.max_num_batched_tokens,
-                }
+                cast(ReplicaInfo, {name: getattr(each, name) for name in ReplicaInfo.__annotations__})
                 for each in self._generator.replicas.welcomes
             ],
         }

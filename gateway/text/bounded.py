@@ -41,7 +41,7 @@ def bounded() -> Iterator[None]:
         MemoryError: the body needs more memory.
     """
     thread = threading.get_ident()
-    stop: Callable[[], object] = _no_action
+    stop: Callable[[], object] | None = None
     try:
         _arm(thread)
         stop = _start_signal() if threading.current_thread() is threading.main_thread() else _start_timer(thread)
@@ -52,11 +52,8 @@ def bounded() -> Iterator[None]:
         finally:
             # Again, if the time ended in between.
             _disarm(thread)
-            stop()
-
-
-def _no_action() -> None:
-    pass
+            if stop is not None:
+                stop()
 
 
 @functools.cache

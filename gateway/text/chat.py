@@ -22,6 +22,7 @@ from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.bounded import MAX_MEMORY_BYTES, MAX_PROCESSOR_S, TookTooLong, bounded
 from gateway.text.formats.answer import THINKING_MARKS, reasoning_format_of, tool_format_of
+from gateway.text.formats.parser import Thinking
 from gateway.text.formats.rendered import (
     PROBE_SCHEMA,
     PROBE_TOOLS,
@@ -32,7 +33,6 @@ from gateway.text.formats.rendered import (
     written_calls,
 )
 from gateway.text.formats.shapes import JSON_LIST, SHAPES
-from gateway.text.formats.thinking import Thinking
 from gateway.text.tokenizer import Tokenizer, named_tokens
 from gateway.turns import LONG_BYTES
 from gateway.types import ChatMessage, ChatPrompt
@@ -376,7 +376,6 @@ def special_token_texts(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def common_prefix(first: list[int], second: list[int]) -> list[int]:
-    """The longest common prefix."""
     return first[: num_common(first, second)]
 
 

@@ -1,7 +1,6 @@
 """Incremental detokenization: token ids to text, one token at a time, with the clean-up of spaces if it is set."""
 
 from collections.abc import Callable, Container, Sequence
-from typing import Protocol
 
 # Byte-level and byte-fallback decoders write this for bytes that are not part of a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -15,18 +14,6 @@ _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 # The characters before the last one of each. Clean-up only removes spaces, so text is certain up to the first space
 # that only such characters follow.
 _SPACED_STARTS = " 'nvr"
-
-
-class TextPieces(Protocol):
-    """Converts the tokens of one sequence to pieces of text."""
-
-    def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that became certain with it, which may be empty."""
-        ...
-
-    def flush(self) -> str:
-        """The rest of the text, after the last token."""
-        ...
 
 
 class Detokenizer:
@@ -65,6 +52,7 @@ class Detokenizer:
         self._older_boundary = 0
 
     def push(self, token_id: int) -> str:
+        """Takes the next token; returns the text that became certain with it, which may be empty."""
         if token_id in self._silent:
             return ""
         self._window.append(token_id)
@@ -80,7 +68,7 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The rest, with replacement characters for incomplete bytes."""
+        """The rest of the text, after the last token, with replacement characters for incomplete bytes."""
         text = self._decode(self._window)
         if not text.startswith(self._delivered):
             text = self._restart()
@@ -145,7 +133,7 @@ def cleaned_up(text: str) -> str:
 class CleanedUp:
     """The pieces of another detokenizer, cleaned up: their concatenation is the clean-up of its concatenation."""
 
-    def __init__(self, pieces: TextPieces) -> None:
+    def __init__(self, pieces: Detokenizer) -> None:
         self._pieces = pieces
         self._held = ""
 
@@ -160,3 +148,7 @@ class CleanedUp:
     def flush(self) -> str:
         text, self._held = self._held + self._pieces.flush(), ""
         return cleaned_up(text)
+
+
+TextPieces = Detokenizer | CleanedUp
+"""Converts the tokens of one sequence to pieces of text."""

@@ -121,10 +121,13 @@ class Tokenizer:
 
     async def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them; an empty string for an unknown id."""
+
+        def spell_all() -> list[str]:
+            return [self.spelling(token_id) for token_id in token_ids]
+
         if len(token_ids) <= _INLINE_LENGTH:
-            return self._spell(token_ids)
-        size = _BYTES_PER_TOKEN * len(token_ids)
-        return await self._executor.run(current_tenant(), size, self._spell, token_ids)
+            return spell_all()
+        return await self._executor.run(current_tenant(), _BYTES_PER_TOKEN * len(token_ids), spell_all)
 
     @cached_property
     def token_texts(self) -> "TokenTexts":
@@ -191,9 +194,6 @@ class Tokenizer:
             ids = {self._tokenizer.token_to_id(token) for token in shown}
             silent = self._silent[shown] = self._not_plain_text.without(ids)
         return silent
-
-    def _spell(self, token_ids: Sequence[int]) -> list[str]:
-        return [self.spelling(token_id) for token_id in token_ids]
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)

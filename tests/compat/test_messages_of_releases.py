@@ -13,8 +13,9 @@ import pytest_asyncio
 from gateway.api.grpc.gateway_messages import options_of_chat, options_of_generate
 from gateway.offload import FairExecutor
 from gateway.replicas import request_messages
-from gateway.replicas.events import EventBatch, cache_update_from, event_batch_from, welcome_from
+from gateway.replicas.events import EventBatch, event_batch_from, welcome_from
 from gateway.replicas.ledger import Ledger
+from gateway.replicas.routing import CachedBlocks
 from gateway.request.limits import limits_of
 from gateway.request.parameters import CallParameters
 from gateway.request.prepare import prepare
@@ -244,12 +245,15 @@ def test_events_are_the_tokens_that_clients_got(release: Release) -> None:
         assert all(longer[: len(answer)] == answer for answer, longer in zip(sequences, got, strict=True)), request_id
         assert ended[request_id] >= max(map(len, sequences))
     updates = [
-        cache_update_from(message.cache)
+        message.cache
         for call in release.of(_CONNECT)
         for message in map(scheduler_pb2.ConnectResponse.FromString, call.responses)
         if message.HasField("cache")
     ]
-    assert updates[0].is_cleared
+    assert updates[0].cleared
+    cached = CachedBlocks()
+    for update in updates:
+        cached.update(update)
     assert any(update.stored for update in updates)
 
 

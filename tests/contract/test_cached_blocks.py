@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.replicas.events import cache_update_from
 from gateway.replicas.routing import CachedBlocks, prompt_hashes
 from quire.messages.prefix_hashes import root_hash, short
 from scheduler_svc.core.prefix_index import PrefixHashes
@@ -63,7 +62,7 @@ class Gateway:
     def read(self) -> None:
         while (outgoing := self.outbox.poll()) is not None:
             for message in gateway_messages(outgoing):
-                self.cached.update(cache_update_from(message.cache))
+                self.cached.update(message.cache)
 
 
 @few_examples()

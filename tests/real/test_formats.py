@@ -10,8 +10,7 @@ import tokenizers
 from gateway.text.chat import ChatTemplate
 from gateway.text.formats.answer import AnswerFormat
 from gateway.text.formats.grammars import CallGrammar, ModelText, constrained_calls, format_of_forced_calls
-from gateway.text.formats.output import Output, joined
-from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.parser import OfferedTool, Output, joined
 from gateway.text.formats.rendered import PROBE_SCHEMA, PROBE_TEXTS, PROBE_TOOLS
 from gateway.text.formats.scanning import MARK
 from gateway.text.formats.shapes import JSON_LIST

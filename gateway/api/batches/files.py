@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.leased_table import LeasedTable
+from gateway.sqlite import LeasedTable
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted
 from quire.runtime import clock, entropy

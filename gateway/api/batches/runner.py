@@ -28,10 +28,10 @@ from gateway.api.leased_runs import LeasedRun, LeasedRuns
 from gateway.api.respond import Call, whole_answer
 from gateway.auth.caller import LOWEST_PRIORITY, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.leased_table import NotOwnerError
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.generator import Generator
 from gateway.request.validation import wrong_model
+from gateway.sqlite import NotOwnerError
 from quire.rpc.errors import NotFound, QuireError
 from quire.runtime import clock, entropy
 

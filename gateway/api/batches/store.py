@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.api.batches.files import TABLES, BatchFiles
-from gateway.leased_table import LeasedTable, NotOwnerError
-from gateway.sqlite import LOCK_TIMEOUT_S
+from gateway.sqlite import LOCK_TIMEOUT_S, LeasedTable, NotOwnerError
 from quire.rpc.errors import FailedPrecondition, NotFound, ResourceExhausted
 from quire.runtime import clock, entropy
 

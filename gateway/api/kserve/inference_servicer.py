@@ -27,7 +27,7 @@ from gateway.api.kserve.inference import (
     read_inference,
 )
 from gateway.auth.caller import current_caller
-from gateway.metrics import Durations, RequestStatistics
+from gateway.metrics import RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.body_memory import keep_memory
@@ -36,6 +36,7 @@ from gateway.request.validation import wrong_model
 from gateway.request.violations import renamed, shortened
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError, Unimplemented
+from quire.service.histograms import Distribution
 from quire.version import VERSION
 
 Context = grpc.aio.ServicerContext
@@ -350,8 +351,8 @@ def _model_statistics(name: str, statistics: RequestStatistics) -> pb.ModelStati
     )
 
 
-def _duration(durations: Durations) -> pb.StatisticDuration:
-    return pb.StatisticDuration(count=durations.count, ns=round(durations.seconds * 1e9))
+def _duration(seconds: Distribution) -> pb.StatisticDuration:
+    return pb.StatisticDuration(count=seconds.count, ns=round(seconds.sum * 1e9))
 
 
 def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:

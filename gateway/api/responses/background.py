@@ -34,7 +34,6 @@ from gateway.api.responses.calls import ResponseCall
 from gateway.api.responses.write_response import ResponseShaper, error_event, output_so_far
 from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
-from gateway.leased_table import NotOwnerError
 from gateway.replicas.events import Chunk, Completed, Event, TokenRun
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
@@ -42,6 +41,7 @@ from gateway.request.body_memory import count_answer, keep_memory
 from gateway.request.generator import Generator
 from gateway.request.parameters import CallParameters
 from gateway.request.violations import renaming
+from gateway.sqlite import NotOwnerError
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
 from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable, invalid_field

@@ -10,8 +10,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway import leased_table
-from gateway.leased_table import LeasedTable
+from gateway import sqlite
+from gateway.sqlite import LeasedTable
 from quire.messages.arrays import decode_int32, encode_int32
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import NotFound, ResourceExhausted
@@ -110,7 +110,7 @@ class BackgroundStore(LeasedTable[Background]):
             self.change(
                 "INSERT INTO background VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 *(row.tenant, row.id, now, row.key_id, row.request, str(row.seed), row.status, self.owner),
-                *(now + leased_table.LEASE_S, row.response, size),
+                *(now + sqlite.LEASE_S, row.response, size),
             )
             self._make_room()
 
@@ -150,7 +150,7 @@ class BackgroundStore(LeasedTable[Background]):
         """Appends events to a response that this gateway runs, and changes its state. Raises NotOwnerError."""
         with self.writing(response_id):
             self._set_state(response_id, status, response, len(piece.data))
-            self.set_lease([response_id], clock.unix_s() + leased_table.LEASE_S)
+            self.set_lease([response_id], clock.unix_s() + sqlite.LEASE_S)
             if piece.number:
                 self._add_piece(tenant, response_id, piece)
             if status not in RUNNING:

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from gateway.text.formats.harmony import ANALYSIS, END, HarmonyParser
-from gateway.text.formats.output import joined
-from gateway.text.formats.parser import CallIds, CallParser, OfferedTool, OutputParser, PlainText
+from gateway.text.formats.parser import (
+    CallIds,
+    CallParser,
+    OfferedTool,
+    OutputParser,
+    PlainText,
+    Thinking,
+    ThinkingMarks,
+    ThinkingParser,
+    joined,
+)
 from gateway.text.formats.rendered import PROBE_TEXTS, RenderedCalls
 from gateway.text.formats.shapes import CALL_PARSERS, HARMONY, JSON_LIST
-from gateway.text.formats.thinking import Thinking, ThinkingMarks, ThinkingParser
 
 HARMONY_REASONING = "openai_gptoss"
 TOOL_FORMATS = frozenset(CALL_PARSERS.keys() - {JSON_LIST} | {HARMONY})

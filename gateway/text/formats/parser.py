@@ -1,11 +1,86 @@
-"""Base classes of the parsers: content until a call begins, the call, and content again."""
+"""Parsers of answers: the parsed parts, reasoning before the content, and content with calls in it."""
 
+import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar, cast
+from enum import Enum
+from typing import Any, NamedTuple, Self, TypeVar, cast
 
-from gateway.text.formats.output import NOTHING, Output, ToolCallDelta, joined
-from gateway.text.formats.scanning import Match, Pattern, Unmatched, first_marker, held_length, trailing_space
+from gateway.text.formats.scanning import SPACE, Match, Pattern, Unmatched, first_marker, held_length, trailing_space
+
+_TOKEN = re.compile(r"<[^<>]+>")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A part of one tool call. The first part of a call has its id and its name; `arguments` are appended.
+
+    `index` is the position of the call among the calls of its sequence.
+    """
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class Output(NamedTuple):
+    """A piece of an answer: the additions to each of its parts."""
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.tool_calls)
+
+    @property
+    def num_characters(self) -> int:
+        """The number of characters of text, reasoning, and names and arguments of calls. Clients that resume an answer
+        count it in the same way."""
+        calls = sum(len(call.name) + len(call.arguments) for call in self.tool_calls)
+        return len(self.text) + len(self.reasoning) + calls
+
+    def without(self, num_characters: int) -> "Output":
+        """The piece without its first characters, in the order reasoning, text, calls."""
+        if not num_characters:
+            return self
+        reasoning, num_characters = _cut(self.reasoning, num_characters)
+        text, num_characters = _cut(self.text, num_characters)
+        calls: list[ToolCallDelta] = []
+        for call in self.tool_calls:
+            # A name is delivered in one part: a client that has some of it also has the call's id.
+            name, num_characters = _cut(call.name, num_characters)
+            arguments, num_characters = _cut(call.arguments, num_characters)
+            if len(name) == len(call.name) and name:
+                calls.append(ToolCallDelta(call.index, call.id, name, arguments))
+            elif arguments:
+                calls.append(ToolCallDelta(call.index, arguments=arguments))
+        return Output(text, reasoning, tuple(calls))
+
+
+NOTHING = Output()
+
+
+def joined(pieces: Sequence[Output]) -> Output:
+    """Consecutive pieces as one; the parts of one call as one part."""
+    calls: list[tuple[ToolCallDelta, list[str]]] = []
+    for piece in pieces:
+        for call in piece.tool_calls:
+            if calls and calls[-1][0].index == call.index:
+                calls[-1][1].append(call.arguments)
+            else:
+                calls.append((call, [call.arguments]))
+    return Output(
+        "".join([piece.text for piece in pieces]),
+        "".join([piece.reasoning for piece in pieces]),
+        tuple(ToolCallDelta(first.index, first.id, first.name, "".join(parts)) for first, parts in calls),
+    )
+
+
+def _cut(text: str, num_characters: int) -> tuple[str, int]:
+    """The text without its first characters, and the number of characters that are still to be cut."""
+    return text[num_characters:], max(num_characters - len(text), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +178,105 @@ class PlainText(OutputParser):
         while True:
             self._add(text=self._consume(len(self._rest)))
             yield
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingMarks:
+    """The marks around the reasoning.
+
+    Attributes:
+        label: A text that may follow the opening mark and is dropped with it.
+        answer: A mark that may stand between the closing mark and the answer and is dropped.
+        dropped: Marks in the answer that carry no information.
+    """
+
+    begin: str
+    end: str
+    label: str = ""
+    answer: str = ""
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def opening(self) -> str:
+        """The text that begins the reasoning, as templates and models write it."""
+        return f"{self.begin}{self.label}\n"
+
+    @property
+    def tokens(self) -> frozenset[str]:
+        """The special tokens that the parser must see."""
+        return frozenset((self.begin, self.end, *self.dropped, *_TOKEN.findall(self.answer)))
+
+
+class Thinking(Enum):
+    """The place where an answer begins: before, in or after the reasoning."""
+
+    MAY_BEGIN = "may_begin"
+    """The answer may begin with the opening mark."""
+    BEGUN = "begun"
+    """In the reasoning: the prompt ends with the opening mark."""
+    NONE = "none"
+    """After the reasoning: the prompt ends with the closing mark."""
+
+
+class ThinkingParser(OutputParser):
+    """Parses reasoning up to its closing mark; another parser reads the rest. Drops the spaces next to the marks."""
+
+    def __init__(self, marks: ThinkingMarks, begins: Thinking, content: OutputParser) -> None:
+        super().__init__()
+        self._marks = marks
+        self._opening = Pattern(f"\n{marks.begin}({marks.label} or )")
+        self._content = content
+        self._state = begins
+
+    def finish(self) -> Output:
+        own = super().finish()
+        return joined([own, self._content.finish()])
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._state is Thinking.BEGUN
+
+    def _read(self) -> Reading[None]:
+        if self._state is Thinking.MAY_BEGIN:
+            found = yield from self._matched(self._opening)
+            self._state = Thinking.NONE
+            if isinstance(found, Match):
+                self._consume(found.end)
+                self._state = Thinking.BEGUN
+        if self._state is Thinking.BEGUN:
+            yield from self._skip_spaces()
+            yield from self._read_reasoning()
+            self._state = Thinking.NONE
+            yield from self._skip_spaces()
+            if answer := self._marks.answer:
+                while answer.startswith(self._rest) and not self._is_last:
+                    yield
+                self._rest = self._rest.removeprefix(answer)
+                yield from self._skip_spaces()
+        while True:
+            self._pieces.append(self._content.push(self._consume(len(self._rest))))
+            yield
+
+    def _skip_spaces(self) -> Reading[None]:
+        """Drops the spaces next to a mark."""
+        while True:
+            self._rest = self._rest.lstrip(SPACE)
+            if self._rest or self._is_last:
+                return
+            yield
+
+    def _read_reasoning(self) -> Reading[None]:
+        end = self._marks.end
+        while (position := self._rest.find(end)) < 0:
+            certain = len(self._rest)
+            if not self._is_last:
+                certain -= held_length(self._rest, (end,))
+                certain -= trailing_space(self._rest[:certain])
+            self._add(reasoning=self._consume(certain))
+            yield
+        reasoning = self._consume(position)
+        self._consume(len(end))
+        self._add(reasoning=reasoning[: len(reasoning) - trailing_space(reasoning)])
 
 
 class CallParser(OutputParser):

@@ -186,7 +186,6 @@ class Pattern:
 
     @property
     def texts(self) -> frozenset[str]:
-        """The fixed texts."""
         return frozenset(text for part in self._parts if not isinstance(part, Part) for text in part if text)
 
     def match(self, text: str) -> Match | Unmatched:

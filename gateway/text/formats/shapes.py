@@ -5,8 +5,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.text.formats.json_calls import ENVELOPE_WITH_ID, LIST_BEGIN, JsonCallParser
-from gateway.text.formats.other_calls import BracedParser, MiniMaxM3Parser, PythonicParser, TagCallParser
+from gateway.text.formats.calls import (
+    ENVELOPE_WITH_ID,
+    LIST_BEGIN,
+    BracedParser,
+    JsonCallParser,
+    MiniMaxM3Parser,
+    PythonicParser,
+    TagCallParser,
+)
 from gateway.text.formats.parser import CallParser
 from gateway.text.formats.rendered import ID, INDEX, CallShape, Layout, Slot, TagShape
 from gateway.text.formats.scanning import MARK, Part, Pattern

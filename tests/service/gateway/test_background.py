@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
-from gateway import leased_table
+from gateway import sqlite
 from gateway.api.responses import background
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.write_response import output_so_far
@@ -334,7 +334,7 @@ async def test_a_response_waits_for_a_full_scheduler_and_fails_where_it_is_broke
 
 async def test_a_lease_that_passes_while_the_response_runs_starts_no_second_run(alone, monkeypatch):
     rig, client = alone
-    monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
+    monkeypatch.setattr(sqlite, "LEASE_S", -1.0)
     rig.scheduler.emits.clear()
     begun = await client.responses.create(model="quire-tiny", input="hello", background=True)
     responses = background_of(rig.gateway)

@@ -18,6 +18,7 @@ from unittest.mock import patch
 from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
+from gateway.request.constraint_checker import MAX_RUNNING
 from quire.messages.prefix_hashes import short
 from quire.model_files.progress import READING, LoadProgress
 from quire.runtime.clock import CLOCK
@@ -747,7 +748,7 @@ class Cluster:
 def _kept_by(gateway: Gateway) -> dict[str, int]:
     """Counts that a gateway keeps for calls and requests, which must release them."""
     generator = gateway._generator
-    reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._turns
+    reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._places
     return {
         "prompts that are prepared": generator.preparations._num_requests.total(),
         "bytes of answers": memory.num_bytes + len(memory._keys),
@@ -756,8 +757,8 @@ def _kept_by(gateway: Gateway) -> dict[str, int]:
         "offers": len(generator.replicas._offers._open),
         "work of replicas": sum(each.work.num_requests + each.work.num_prompt_tokens for each in generator.replicas),
         "calls that cancel": len(generator.replicas.calls._late),
-        "turns to check constraints": checks._num_running + len(checks._waiting),
-        "turns to resume streams": reads._turns._is_taken + len(reads._turns._waiting),
+        "turns to check constraints": MAX_RUNNING - checks._num_free + len(checks._waiting),
+        "turns to resume streams": 1 - reads._turns._num_free + len(reads._turns._waiting),
     }
 
 

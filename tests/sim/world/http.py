@@ -207,7 +207,7 @@ class SimHttpServer(HttpServer):
 
     async def _listen(self) -> Any:
         listener = cast(Any, self._listener)
-        listener.listen(self._make_protocol)
+        listener.listen(self.make_protocol)
         return listener
 
 

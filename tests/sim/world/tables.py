@@ -42,7 +42,7 @@ KEPT: dict[str, str] = {
     "until the other side has taken it, or is gone": """
         Outbox._sent SchedulerLink._outbox""",
     "clients of HTTP keep their connections": """
-        HttpConnection.connections HttpConnection.headers HttpConnection.scope Places._holders""",
+        HttpConnection.connections HttpConnection.headers HttpConnection.scope HttpServer._holders""",
     "durable requests, until their time is over; pins likewise": """
         Connection.reads Delivery.readers Earliest._places Pins._by_key Pins._of_tenant Pins._pins
         Requests._by_handle Requests._by_id Reservation.blocks""",

@@ -15,7 +15,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.replicas import routing
 from gateway.replicas.events import TokenRun
 from gateway.replicas.live import Arrivals, LiveRequest
-from gateway.replicas.roles import Place, Stage
+from gateway.replicas.routing import Candidate, Stage
 from quire.messages.replica_role import ReplicaRole
 from scheduler_svc.core.moves import Arriving
 from scheduler_svc.core.request import RequestKey
@@ -239,16 +239,18 @@ def checked_routing() -> Iterator[None]:
             report(AssertionError("blocks on disk are worth more than those in the pool"))
         return by_prefix(prompt, candidates, adapter, found)
 
-    def narrow_checked(places: Mapping[str, Place], stage: Stage, long_prompt: int) -> Any:
-        chosen = narrow(places, stage, long_prompt)
-        others = [each for each, place in places.items() if place.role is not ReplicaRole.PREFILL]
-        has_roles = bool(others) and any(place.role is not ReplicaRole.BOTH for place in places.values())
-        is_long = stage is Stage.PROMPT and bool(others) and min(places[each].num_new_tokens for each in others)
+    def narrow_checked(
+        candidates: Mapping[str, Candidate], num_new: Mapping[str, int], stage: Stage, long_prompt: int
+    ) -> Any:
+        chosen = narrow(candidates, num_new, stage, long_prompt)
+        others = [each for each, place in candidates.items() if place.role is not ReplicaRole.PREFILL]
+        has_roles = bool(others) and any(place.role is not ReplicaRole.BOTH for place in candidates.values())
+        is_long = stage is Stage.PROMPT and bool(others) and min(num_new[each] for each in others)
         if has_roles and stage is Stage.STAY and set(chosen) != set(others):
             report(AssertionError("what does not move goes to a replica for prefill"))
         if has_roles and is_long and is_long >= long_prompt:
-            least = min(map(_delay, places.values()))
-            if any(_delay(places[each]) > least for each in chosen):
+            delays = {each: _delay(place, num_new[each]) for each, place in candidates.items()}
+            if any(delays[each] > min(delays.values()) for each in chosen):
                 report(AssertionError("a long prompt goes where it delays more"))
         return chosen
 
@@ -260,8 +262,8 @@ def checked_routing() -> Iterator[None]:
         yield
 
 
-def _delay(place: Place) -> int:
+def _delay(place: Candidate, num_new_tokens: int) -> int:
     """Delay in tokens: prompts computed before this one, and its own tokens, once more for each stream that waits for
     it."""
     delayed = 0 if place.role is ReplicaRole.PREFILL else len(place.work.streams)
-    return sum(place.work.prompts.values()) + (1 + delayed) * place.num_new_tokens
+    return sum(place.work.prompts.values()) + (1 + delayed) * num_new_tokens

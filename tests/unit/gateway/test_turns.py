@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from gateway import turns
-from gateway.turns import TenantTurns, Turns
+from gateway.turns import TenantQueue, TenantTurns, Turns
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,26 @@ async def test_a_call_that_is_cancelled_passes_its_turn_on():
     assert [outcome is None for outcome in outcomes] == [True, False, True, True, False, True]
     await shared.do("acme", in_pieces(log, "last", 1))
     assert log[-1] == "last"
+
+
+async def test_one_that_leaves_the_queue_does_not_count_and_gives_its_place_on() -> None:
+    queue, gate = TenantQueue(), asyncio.Event()
+
+    async def work() -> None:
+        async with queue.place("a"):
+            await gate.wait()
+
+    first, left, second, third = (asyncio.create_task(work()) for _ in range(4))
+    await asyncio.sleep(0)
+    assert queue.num_waiting == {"a": 3}
+    left.cancel()
+    await asyncio.wait([left])
+    assert queue.num_waiting == {"a": 2}
+    second.cancel()
+    gate.set()
+    await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
+    with pytest.raises(asyncio.CancelledError):
+        await second
 
 
 async def test_functions_that_cannot_pause_run_one_at_a_time_tenants_in_turn_whether_or_not_they_fail() -> None:

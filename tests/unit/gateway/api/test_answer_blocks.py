@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.api.answer_blocks import BlockKind, Blocks
-from gateway.text.formats.output import Output, ToolCallDelta, joined
+from gateway.text.formats.parser import Output, ToolCallDelta, joined
 
 
 def run(pieces):

@@ -12,13 +12,13 @@ from typing import Any, cast
 
 import pytest
 
-from gateway import leased_table
+from gateway import sqlite
 from gateway.api.batches import store as batches
 from gateway.api.batches.lines import BatchLimits, read_lines
 from gateway.api.batches.runner import Batches
 from gateway.api.batches.store import BatchStore, Line
-from gateway.leased_table import NotOwnerError
 from gateway.request.counting import EntryLimits
+from gateway.sqlite import NotOwnerError
 from quire.rpc.errors import ResourceExhausted, Unavailable
 
 TENANT = "a"
@@ -231,7 +231,7 @@ async def test_answers_and_results_count_like_files_and_end_what_could_still_beg
 
 
 def test_a_lease_that_has_passed_starts_no_second_run_at_the_gateway_that_runs_the_batch(store, monkeypatch):
-    monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
+    monkeypatch.setattr(sqlite, "LEASE_S", -1.0)
     batch_id, _ = begun_batch(store)
     assert store.take(1, running=[batch_id]) == []
     assert [row.id for row in store.take(1)] == [batch_id]

@@ -12,8 +12,7 @@ from gateway.replicas.request_messages import request_from_submit, submit_messag
 from gateway.request.generation_config import ModelDefaults
 from gateway.request.parameters import resolve
 from gateway.text.formats.answer import AnswerFormat
-from gateway.text.formats.parser import OfferedTool
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.parser import OfferedTool, Thinking
 from quire.rpc.errors import Unavailable
 from quire.scheduler.v1 import scheduler_pb2
 from quire.service.compatibility import UNKNOWN_MODEL

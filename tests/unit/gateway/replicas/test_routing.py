@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.replicas.events import cache_update_from
-from gateway.replicas.roles import Stage, Work
 from gateway.replicas.routing import (
     CachedBlocks,
     Candidate,
     Found,
     Router,
     RoutingPolicy,
+    Stage,
+    Work,
     affinity_key,
     loads_of,
     prompt_hashes,
@@ -45,7 +45,7 @@ def make_prompt(*token_ids: int) -> np.ndarray:
 def make_cached(*prompts: np.ndarray, tenant: str = "") -> CachedBlocks:
     cached = CachedBlocks()
     hashes = [content for prompt in prompts for content in prompt_hashes(prompt, tenant, SIZE)]
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(map(short, hashes)))))
+    cached.update(scheduler_pb2.CacheUpdate(cleared=True, stored=b"".join(map(short, hashes))))
     return cached
 
 
@@ -70,7 +70,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached():
 def make_on_disk(pool: np.ndarray, disk: np.ndarray) -> CachedBlocks:
     cached = make_cached(pool)
     on_disk = b"".join(map(short, prompt_hashes(disk, "", SIZE)))
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(disk_stored=on_disk)))
+    cached.update(scheduler_pb2.CacheUpdate(disk_stored=on_disk))
     return cached
 
 
@@ -89,7 +89,7 @@ def test_blocks_on_disk_are_worth_less_than_those_in_the_pool_and_more_than_none
     assert Router(RoutingPolicy.CACHE).choose(STORY, "", {"a": half}).num_new_tokens == 0
     # The cached part is gone.
     assert half.cached is not None
-    half.cached.update(cache_update_from(scheduler_pb2.CacheUpdate(cleared=True)))
+    half.cached.update(scheduler_pb2.CacheUpdate(cleared=True))
     assert choose(STORY, a=on_disk, b=half) == "a"
 
 
@@ -138,15 +138,11 @@ def test_round_robin_takes_turns_whatever_the_load():
 def test_of_a_part_the_last_block_that_is_told_counts():
     hashes = [BlockHash(bytes(31) + bytes([end])) for end in (1, 4, 3, 8, 1, 12, 2)]
     cached = CachedBlocks()
-    cached.update(
-        cache_update_from(
-            scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2)
-        )
-    )
+    cached.update(scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2))
     assert cached.find(hashes) == Found(4)
     assert cached.find(hashes[:1]) == Found(0)
     # The next block is on disk.
-    cached.update(cache_update_from(scheduler_pb2.CacheUpdate(disk_stored=short(hashes[5]), sampling_bits=2)))
+    cached.update(scheduler_pb2.CacheUpdate(disk_stored=short(hashes[5]), sampling_bits=2))
     assert cached.find(hashes) == Found(6, 2)
 
 
@@ -154,7 +150,7 @@ def test_of_a_part_the_last_block_that_is_told_counts():
 def test_a_malformed_update_is_refused_by_name(message):
     cached = make_cached(STORY)
     with pytest.raises(InvalidArgument, match=rf"^cache\.{next(iter(message))} "):
-        cached.update(cache_update_from(scheduler_pb2.CacheUpdate(**message)))
+        cached.update(scheduler_pb2.CacheUpdate(**message))
     assert cached.find(prompt_hashes(STORY, "", SIZE)) == Found(10)
 
 

@@ -5,10 +5,9 @@ import time
 import pytest
 
 from gateway.replicas.events import FinishReason
-from gateway.replicas.sequence import SequenceStream
-from gateway.replicas.usage import num_predicted
+from gateway.replicas.sequence import SequenceStream, num_predicted
 from gateway.text.formats.answer import HARMONY_REASONING, AnswerFormat
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.parser import Thinking
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.request import constraint_checker as checking
-from gateway.request.constraint_checker import ConstraintChecker, FairTurns, TrialProcess
+from gateway.request.constraint_checker import ConstraintChecker, TrialProcess
 from quire.common.v1.common_pb2 import Choice, Constraint
 from quire.constraints.check_process import HEADER
 from quire.rpc.errors import InvalidArgument, ResourceExhausted, Unavailable
@@ -260,62 +260,58 @@ async def test_files_of_the_working_directory_do_not_stand_in_for_modules(tmp_pa
     checker.close()
 
 
-async def test_tenants_take_turns() -> None:
-    turns, gate, order = FairTurns(1, 10, 10), asyncio.Event(), []
+class _Gate:
+    """A trial that ends when the gate opens. Constraints are their names."""
 
-    async def work(name: str) -> None:
-        order.append(name)
-        await gate.wait()
+    def __init__(self) -> None:
+        self.opened = asyncio.Event()
+        self.begun: list[bytes] = []
 
-    async def run(tenant: str, name: str) -> None:
-        await turns.run(tenant, lambda: work(name))
+    async def verdict(self, content: bytes) -> None:
+        self.begun.append(content)
+        await self.opened.wait()
 
-    names = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"), ("b", "b2")]
-    tasks = []
-    for tenant, name in names:
-        tasks.append(asyncio.create_task(run(tenant, name)))
-        await asyncio.sleep(0)
-    gate.set()
+    def close(self) -> None:
+        self.opened.set()
+
+
+@pytest.fixture
+def gate(monkeypatch) -> _Gate:
+    monkeypatch.setattr(checking, "MAX_RUNNING", 1)
+    monkeypatch.setattr(checking, "MAX_WAITING", 3)
+    monkeypatch.setattr(checking, "MAX_WAITING_OF_TENANT", 2)
+    return _Gate()
+
+
+async def begin_checks(checker: ConstraintChecker, *checks: tuple[str, str]) -> list[asyncio.Task[None]]:
+    """Begins checks, each given by a tenant and a pattern, one after the other."""
+    tasks: list[asyncio.Task[None]] = []
+    for tenant, pattern in checks:
+        tasks.append(asyncio.create_task(checker.check(Constraint(regex=pattern), tenant)))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    return tasks
+
+
+async def test_tenants_take_turns(gate) -> None:
+    checker = ConstraintChecker(gate)
+    tasks = await begin_checks(checker, ("a", "a1"), ("a", "a2"), ("a", "a3"), ("b", "b1"))
+    gate.opened.set()
     await asyncio.gather(*tasks)
-    assert order == ["a1", "a2", "b1", "a3", "b2"]
+    assert gate.begun == [Constraint(regex=each).SerializeToString() for each in ("a1", "b1", "a2", "a3")]
 
 
-async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back() -> None:
-    turns, gate = FairTurns(1, 3, 2), asyncio.Event()
-
-    async def work() -> None:
-        await gate.wait()
-
-    tasks = [asyncio.create_task(turns.run("a", work)) for _ in range(3)]
-    await asyncio.sleep(0)
+async def test_too_many_waiting_constraints_are_refused_with_a_time_to_come_back(gate) -> None:
+    checker = ConstraintChecker(gate)
+    tasks = await begin_checks(checker, ("a", "1"), ("a", "2"), ("a", "3"))
     with pytest.raises(ResourceExhausted) as refused:
-        await turns.run("a", work)
+        await checker.check(Constraint(regex="4"), "a")
     assert refused.value.retry_after_ms
-    other = asyncio.create_task(turns.run("b", work))
-    await asyncio.sleep(0)
-    gate.set()
-    await asyncio.gather(*tasks, other)
-
-
-async def test_one_that_leaves_the_queue_gives_its_turn_on() -> None:
-    turns, gate = FairTurns(1, 2, 2), asyncio.Event()
-
-    async def work() -> None:
-        await gate.wait()
-
-    first, left, second, third = (asyncio.create_task(turns.run("a", work)) for _ in range(4))
-    await asyncio.sleep(0)
-    assert isinstance(third.exception(), ResourceExhausted)
-    # It leaves its place to another one, before any turn comes.
-    left.cancel()
-    await asyncio.wait([left])
-    third = asyncio.create_task(turns.run("a", work))
-    await asyncio.sleep(0)
-    second.cancel()
-    gate.set()
-    await asyncio.wait_for(asyncio.gather(first, third), timeout=10)
-    with pytest.raises(asyncio.CancelledError):
-        await second
+    tasks += await begin_checks(checker, ("b", "5"))
+    with pytest.raises(ResourceExhausted):
+        await checker.check(Constraint(regex="6"), "c")
+    gate.opened.set()
+    await asyncio.gather(*tasks)
 
 
 async def test_a_verdict_is_kept_by_content(checker, monkeypatch) -> None:

@@ -2,6 +2,7 @@
 configured; no half characters."""
 
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -126,7 +127,7 @@ class Pieces:
 
 
 def streamed(texts: list[str]) -> list[str]:
-    cleaner = CleanedUp(Pieces(texts))
+    cleaner = CleanedUp(cast(Any, Pieces(texts)))
     return [*(cleaner.push(0) for _ in texts[:-1]), cleaner.flush()]
 
 

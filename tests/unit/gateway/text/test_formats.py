@@ -16,10 +16,8 @@ from gateway.text.formats.answer import (
     reasoning_format_of,
     tool_format_of,
 )
-from gateway.text.formats.other_calls import MAX_WHOLE_CALL
-from gateway.text.formats.output import Output, ToolCallDelta, joined
-from gateway.text.formats.parser import OfferedTool
-from gateway.text.formats.thinking import Thinking
+from gateway.text.formats.calls import MAX_WHOLE_CALL
+from gateway.text.formats.parser import OfferedTool, Output, Thinking, ToolCallDelta, joined
 
 TOOLS = (OfferedTool("get_weather", frozenset({"city"})), OfferedTool("now"))
 WEATHER, NOW = ("get_weather", {"city": 'Pa}r"is', "days": [1, True]}), ("now", {})

@@ -19,8 +19,7 @@ from gateway.text.formats.grammars import (
     format_of_forced_calls,
 )
 from gateway.text.formats.notations import text_parameters
-from gateway.text.formats.output import joined
-from gateway.text.formats.parser import OfferedTool
+from gateway.text.formats.parser import OfferedTool, joined
 from gateway.text.formats.rendered import ID, CallShape, Layout, written_calls
 from gateway.text.formats.shapes import SHAPES
 from quire.common.v1.common_pb2 import Constraint

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gateway import leased_table
+from gateway import sqlite
 from gateway.api.responses.background_store import (
     CANCELLED,
     COMPLETED,
@@ -47,7 +47,7 @@ def test_the_last_state_of_a_response_counts(store, is_cancelled):
 
 
 def test_a_gateway_fails_no_response_that_another_one_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(leased_table, "LEASE_S", -1.0)
+    monkeypatch.setattr(sqlite, "LEASE_S", -1.0)
     this, other = (BackgroundStore(tmp_path / "store", name, 10_000) for name in ("this", "other"))
     add(this, "first")
     assert [row.id for row in other.take(1)] == ["first"]
