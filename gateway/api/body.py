@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
-from gateway.api.field_rule import FieldRule
+from gateway.api.field_rule import FieldRule, Part
 from gateway.auth.caller import current_tenant
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import EntryLimits, check_json, check_values, checking_json
@@ -21,10 +21,9 @@ from gateway.turns import LONG_BYTES, TenantTurns, Turns
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, invalid_field
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Part)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
-_ENTRIES_AT_ONCE = 512
 _DONE = object()
 # zlib's window size for each content encoding; deflate has zlib's header.
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -124,45 +123,17 @@ class _Inflating:
             await self._turns.pause()
 
 
-async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
+async def read_model(kind: type[Model], request: Request, limits: BodyLimits) -> Model:
     """The body of a request as `kind`. Raises the errors of `read_body`, `load_json` and `validated`."""
-    return validated(kind, await load_json(await read_body(request, limits), limits), union_types)
+    return validated(kind, await load_json(await read_body(request, limits), limits))
 
 
-async def validated_by_turns(
-    kind: type[Model],
-    fields: dict[str, Any],
-    name: str,
-    entries: TypeAdapter[list[Any]],
-    union_types: Mapping[str, str],
-    turns: Turns,
-) -> list[Any]:
-    """The list in the field `name` of a `kind`, validated a few entries at a time, so that other calls can run in
-    between. Raises InvalidArgument for the first invalid entry."""
-    asked = fields[name]
-    found: list[Any] = []
-    for begin in range(0, len(asked), _ENTRIES_AT_ONCE):
-        some = asked[begin : begin + _ENTRIES_AT_ONCE]
-        try:
-            found += entries.validate_python(some)
-        except ValidationError:
-            # Entries are validated in slices, so the index in an error is relative to the slice.
-            validated(kind, fields | {name: found + some}, union_types)
-            raise
-        await turns.pause()
-    return found
-
-
-def validated(kind: type[Model], fields: object, union_types: Mapping[str, str]) -> Model:
-    """`fields` as `kind`. `union_types` has the types of fields that accept several, as shown in errors.
-
-    Raises:
-        InvalidArgument: a field has the wrong type.
-    """
+def validated(kind: type[Model], fields: object) -> Model:
+    """`fields` as `kind`. Raises InvalidArgument if a field has the wrong type."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error, union_types) from error
+        raise _invalid(error, kind.union_types) from error
 
 
 async def load_json(data: bytes, limits: BodyLimits) -> Any:

@@ -181,9 +181,15 @@ class Strict(BaseModel):
 
 
 class Part(Strict):
-    """An object to which the rule applies; `unread` is its row in the table."""
+    """An object to which the rule applies.
+
+    Attributes:
+        unread: Its row in the table.
+        union_types: The types of fields in it that accept several, as errors of a body show them.
+    """
 
     unread: ClassVar[Unread] = NOTHING
+    union_types: ClassVar[Mapping[str, str]] = {}
 
     @property
     def undeclared(self) -> Mapping[str, Any]:

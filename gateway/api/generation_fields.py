@@ -13,10 +13,10 @@ from pydantic import BaseModel, Field
 
 from gateway.api import field_rule
 from gateway.api.body import max_entries
-from gateway.api.constraint_fields import ConstraintFields, constraint_of, constraint_path
+from gateway.api.constraint_fields import ConstraintFields, check_constraints, constraint_of, constraint_path
 from gateway.api.durable_streams import ONLY_STREAMS
-from gateway.api.field_rule import Part, Unread
-from gateway.api.fields import Names, Salt, options_of
+from gateway.api.field_rule import FieldRule, Part, Unread
+from gateway.api.fields import Names, ParsedBody, Salt, options_of
 from gateway.auth.caller import HIGHEST_PRIORITY, LOWEST_PRIORITY, current_caller
 from gateway.request.limits import MAX_LOGIT_BIAS, MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations
@@ -39,10 +39,17 @@ Element = TypeVar("Element")
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
 
 
-class Body(Part):
-    """A body; `api` is the name of its API in metrics."""
+class Body(ParsedBody):
+    """A body of an API of OpenAI or vLLM."""
 
-    api: ClassVar[str]
+    union_types: ClassVar[Mapping[str, str]] = {
+        "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+        "stop": "a string or a list of strings",
+        "content": "a string or a list of text parts",
+        "early_stopping": 'true, false or "never"',
+        "guided_json": "an object or a string",
+        "json": "an object or a string",
+    }
 
     model: str | None = None
 
@@ -157,6 +164,10 @@ class GenerationBody(Body, ConstraintFields, SharedFields):
     # The extensions of Dynamo.
     nvext: Nvext | None = None
 
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        check_generation(violations, self)
+        check_constraints(violations, self)
+
 
 class CompletionBody(GenerationBody):
     api: ClassVar[str] = "completions"
@@ -166,17 +177,6 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
-
-
-UNION_TYPES: Mapping[str, str] = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
-    "stop": "a string or a list of strings",
-    "content": "a string or a list of text parts",
-    "early_stopping": 'true, false or "never"',
-    "guided_json": "an object or a string",
-    "json": "an object or a string",
-}
-"""The types of fields that accept several, as errors show them."""
 
 
 def check_generation(violations: Violations, body: GenerationBody) -> None:

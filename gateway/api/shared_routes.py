@@ -131,14 +131,14 @@ def _model_routes(context: FrontContext) -> list[ApiRoute]:
 
     async def load_adapter(request: Request) -> Response:
         """Serves a LoRA adapter under a name, for operators."""
-        body = await read_model(LoadAdapterBody, request, context.body_limits, {})
+        body = await read_model(LoadAdapterBody, request, context.body_limits)
         fields = {"name_field": "lora_name", "directory_field": "lora_path"}
         await adapters.load(body.lora_name, body.lora_path, replace=bool(body.load_inplace), **fields)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
         """Stops serving a LoRA adapter under its name, for operators. Running requests continue."""
-        body = await read_model(UnloadAdapterBody, request, context.body_limits, {})
+        body = await read_model(UnloadAdapterBody, request, context.body_limits)
         adapters.unload(body.lora_name, name_field="lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

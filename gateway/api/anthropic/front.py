@@ -18,14 +18,13 @@ from gateway.api.anthropic.read_message import (
     conversation_of,
     names_of,
     options_of,
-    parse_body,
     prompt_of,
 )
 from gateway.api.anthropic.write_message import ANTHROPIC, MessageShaper
 from gateway.api.body import read_body, validated
 from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import Names
+from gateway.api.fields import Names, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
@@ -86,7 +85,7 @@ class MessageCall:
     def read_back(cls, live: LiveRequest, rule: FieldRule) -> Self:
         """The call that began a durable stream. Raises NotFound if the stream belongs to another API."""
         kept = FrontEnd.of(live.request.front_end, _API, live.request.request_id)
-        call = cls(validated(MessageBody, kept.body, {}), kept.model, rule)
+        call = cls(validated(MessageBody, kept.body), kept.model, rule)
         call.id = kept.id
         return call
 
@@ -124,12 +123,12 @@ def message_routes(context: FrontContext) -> list[ApiRoute]:
         if (last := last_event_id(request)) is not None:
             read_back = partial(MessageCall.read_back, rule=body_limits.rule)
             return resumed(generator, last, read_back, keep_alive_s, ANTHROPIC)
-        body = await parse_body(MessageBody, await read_body(request, body_limits), body_limits)
+        body = await parse(MessageBody, await read_body(request, body_limits), body_limits)
         return respond(generator, MessageCall(body, body.model or model, body_limits.rule), keep_alive_s)
 
     async def count_tokens(request: Request) -> MessageTokens:
         """The number of tokens of a conversation's prompt."""
-        body = await parse_body(TokensBody, await read_body(request, body_limits), body_limits)
+        body = await parse(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
         is_told = _is_told_to_think(generator, body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)

@@ -177,7 +177,7 @@ class _BatchRoutes:
     async def create(self, request: Request) -> AnyObject:
         """Creates a batch: the requests of a file run when there is room."""
         store, caller = self._here.store, current_caller()
-        body = await read_model(BatchBody, request, self._body_limits, {})
+        body = await read_model(BatchBody, request, self._body_limits)
         violations = Violations()
         await self._body_limits.rule.check_by_turns(violations, body, "batches", Turns())
         if body.endpoint not in self._endpoints:

@@ -16,9 +16,8 @@ from pydantic_core import from_json
 from gateway.api.answer_parts import logprobs_by_token_id
 from gateway.api.answers import as_json
 from gateway.api.body import validated
-from gateway.api.constraint_fields import check_constraints
 from gateway.api.field_rule import FieldRule
-from gateway.api.generation_fields import UNION_TYPES, CompletionBody, check_generation, completion_options, names_of
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import (
@@ -282,10 +281,9 @@ class SamplingFields:
         """The body of a completion. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
         with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
-            body, violations = validated(CompletionBody, self.values, UNION_TYPES), Violations()
+            body, violations = validated(CompletionBody, self.values), Violations()
             rule.check(violations, body, "kserve")
-            check_generation(violations, body)
-            check_constraints(violations, body)
+            body.check(violations, rule)
             violations.raise_if_any()
             return body
 

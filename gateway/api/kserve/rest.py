@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, NotRequired, cast
+from typing import Annotated, Any, ClassVar, NotRequired, cast
 
 from google.protobuf import json_format
 from google.protobuf.message import Message
@@ -78,6 +78,8 @@ class InferBody(Part):
     """An inference request. `parameters` are sampling parameters, with the names in the input `sampling_parameters`.
     The path names the model; clients of KServe also name it here."""
 
+    union_types: ClassVar[Mapping[str, str]] = _UNION_TYPES
+
     id: str | None = None
     model_name: str | None = None
     model_version: str | None = None
@@ -88,6 +90,8 @@ class InferBody(Part):
 
 class GenerateBody(Part):
     """A request of Triton's generate extension. All other fields are inputs or sampling parameters, by name."""
+
+    union_types: ClassVar[Mapping[str, str]] = _UNION_TYPES
 
     id: str | None = None
     text_input: str
@@ -217,7 +221,7 @@ class _KServeRoutes:
         """Continues one or several prompts."""
         data = await read_body(request, self._body_limits, media_types=(_BINARY,))
         data, binary = _parts(data, request)
-        body = validated(InferBody, await load_json(data, self._body_limits), _UNION_TYPES)
+        body = validated(InferBody, await load_json(data, self._body_limits))
         asked = _request_message(body, request, self._body_limits.rule, binary)
         headers: dict[str, str] = {}
 
@@ -268,7 +272,7 @@ class _KServeRoutes:
     async def index(self, request: Request) -> list[AnyObject]:
         """The served models."""
         data = await read_body(request, self._body_limits)
-        body = validated(IndexBody, {} if not data else await load_json(data, self._body_limits), {})
+        body = validated(IndexBody, {} if not data else await load_json(data, self._body_limits))
         answer = await self._servicer.RepositoryIndex(pb.RepositoryIndexRequest(ready=bool(body.ready)), None)
         return [_plain(each) for each in answer.models]
 
@@ -316,7 +320,7 @@ def _answer(response: pb.ModelInferResponse, is_binary: Callable[[str], bool]) -
 
 async def _generate_message(request: Request, limits: BodyLimits, *, streams: bool) -> pb.ModelInferRequest:
     """The message of a generate request: fields and `parameters` that are not inputs become parameters."""
-    body = await read_model(GenerateBody, request, limits, _UNION_TYPES)
+    body = await read_model(GenerateBody, request, limits)
     flags: dict[str, Any] = {"exclude_input_in_output": True}
     named = {**(body.parameters or {}), **body.undeclared}
     # The path decides whether it streams. Examples of TensorRT-LLM send empty texts for empty lists of words.
@@ -327,7 +331,7 @@ async def _generate_message(request: Request, limits: BodyLimits, *, streams: bo
     inputs = [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": [body.text_input]}]
     inputs += [{"name": name, "datatype": "BOOL", "shape": [1], "data": [value]} for name, value in flags.items()]
     fields = {"id": body.id, "parameters": own, "inputs": inputs}
-    return _request_message(validated(InferBody, fields, _UNION_TYPES), request, limits.rule, b"")
+    return _request_message(validated(InferBody, fields), request, limits.rule, b"")
 
 
 def _generated_json(response: pb.ModelInferResponse) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Names
 from gateway.api.generation_fields import CompletionBody, GenerationBody, completion_options, is_echo_alone, names_of
 from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
-from gateway.api.openai.schemas import UNION_TYPES, ChatBody
+from gateway.api.openai.schemas import ChatBody
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED
@@ -50,7 +50,7 @@ class _Call(Generic[BodyType]):
     def read_back(cls, live: LiveRequest) -> Self:
         """The call that began a durable stream. Raises NotFound if it was of another API."""
         kept = FrontEnd.of(live.request.front_end, cls.body_type.api, live.request.request_id)
-        call = cls(validated(cls.body_type, kept.body, UNION_TYPES), kept.model)
+        call = cls(validated(cls.body_type, kept.body), kept.model)
         call.id, call._head = kept.id, head_of(kept.id, kept.created, kept.model)
         return call
 

@@ -11,7 +11,7 @@ from gateway.api.answers import OPENAI, as_json
 from gateway.api.body import BodyLimits, read_body
 from gateway.api.durable_streams import last_event_id
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import Names, numbered
+from gateway.api.fields import Names, numbered, parse
 from gateway.api.front import CallReader, Front, FrontContext
 from gateway.api.generation_fields import CompletionBody, GenerationBody
 from gateway.api.openai.answers import (
@@ -24,7 +24,7 @@ from gateway.api.openai.answers import (
 )
 from gateway.api.openai.completion_calls import ChatCall, CompletionCall
 from gateway.api.openai.conversation import kept_tools
-from gateway.api.openai.read_openai import chat_prompt, parse_body, read_request
+from gateway.api.openai.read_openai import chat_prompt
 from gateway.api.openai.schemas import (
     ChatBody,
     DetokenizeBody,
@@ -60,12 +60,12 @@ def open_front(context: FrontContext) -> Front:
     model = generator.model.name
 
     async def read_completion(data: bytes) -> CompletionCall:
-        body = await parse_body(CompletionBody, data, limits)
+        body = await parse(CompletionBody, data, limits)
         _note_unlimited(generator, rule, body)
         return CompletionCall(body, body.model or model)
 
     async def read_chat(data: bytes) -> ChatCall:
-        body = await parse_body(ChatBody, data, limits)
+        body = await parse(ChatBody, data, limits)
         _note_unlimited(generator, rule, body)
         body = _without_unread_switch(generator, rule, body)
         return ChatCall(body, body.model or model)
@@ -140,7 +140,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a conversation."""
-        body = await read_request(TokenizeBody, request, body_limits)
+        body = await parse(TokenizeBody, await read_body(request, body_limits), body_limits)
         with renaming(lambda: Names(_NAMES | numbered("tools", kept_tools(body)))):
             tokenized = await texts.tokenize(
                 body.model or None, _tokenize_input(body), add_special_tokens=body.add_special_tokens is not False
@@ -155,7 +155,7 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
     async def detokenize(request: Request) -> Response:
         """The text of tokens."""
-        body = await read_request(DetokenizeBody, request, body_limits)
+        body = await parse(DetokenizeBody, await read_body(request, body_limits), body_limits)
         with renaming(lambda: Names(_NAMES)):
             text = await texts.detokenize(body.model or None, body.tokens, include_special_tokens=True)
         answer: DetokenizedText = {"prompt": text}

@@ -2,57 +2,22 @@
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
-from pydantic import TypeAdapter
-from starlette.requests import Request
-
-from gateway.api.body import BodyLimits, read_body
 from gateway.api.constraint_fields import constraint_of
-from gateway.api.field_rule import FieldRule
-from gateway.api.fields import LongList, Names, numbered, parse
+from gateway.api.fields import Names, numbered
 from gateway.api.generation_fields import CompletionBody, generation_options, names_of
 from gateway.api.openai.conversation import (
     ConversationFields,
     Message,
     chat_message,
     kept_tools,
-    left_out_tools,
     template_options,
     tool_choice_of,
     tools_of,
 )
-from gateway.api.openai.schemas import (
-    UNION_TYPES,
-    Body,
-    ChatBody,
-    TokenizeBody,
-    check_body,
-)
-from gateway.request.violations import Violations
+from gateway.api.openai.schemas import ChatBody
 from gateway.types import ChatPrompt, Clamp, Prompt, RequestOptions, TextPrompt, TokenPrompt
-
-BodyType = TypeVar("BodyType", bound=Body)
-
-_MESSAGES = LongList("messages", TypeAdapter(list[Message]))
-
-
-async def read_request(kind: type[BodyType], request: Request, limits: BodyLimits) -> BodyType:
-    """The body of a request. Raises the errors of `read_body` and `parse_body`."""
-    return await parse_body(kind, await read_body(request, limits), limits)
-
-
-async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument like `parse`, also for a field that is not supported."""
-    check = partial(_check, limits.rule)
-    return await parse(kind, data, limits, _MESSAGES, check, UNION_TYPES, api=kind.api)
-
-
-def _check(rule: FieldRule, violations: Violations, body: Body) -> None:
-    check_body(violations, body)
-    if isinstance(body, ChatBody | TokenizeBody):
-        rule.leave_out(violations, body.api, left_out_tools(body))
 
 
 def completion_prompts(body: CompletionBody) -> list[Prompt]:

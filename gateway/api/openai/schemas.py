@@ -5,9 +5,11 @@ read. docs/openai.md lists all fields.
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from gateway.api import field_rule, generation_fields
+from pydantic import TypeAdapter
+
+from gateway.api import field_rule
 from gateway.api.constraint_fields import check_constraints
-from gateway.api.field_rule import Unread
+from gateway.api.field_rule import FieldRule, Unread
 from gateway.api.generation_fields import Body, GenerationBody, ListOf, check_generation
 from gateway.api.openai.conversation import (
     ConversationFields,
@@ -15,13 +17,22 @@ from gateway.api.openai.conversation import (
     ToolChoiceObject,
     check_conversation,
     check_tool_choice,
+    left_out_tools,
 )
 from gateway.request.violations import Violations
+
+_MESSAGES = TypeAdapter(list[Message])
+_NO_SPECIAL_TOKENS = "add_special_tokens", "is true; in a chat only the chat template writes special tokens"
 
 
 class ChatBody(GenerationBody, ConversationFields):
     api: ClassVar[str] = "chat"
     unread: ClassVar[Unread] = field_rule.CHAT
+    entries = _MESSAGES
+    union_types: ClassVar[Mapping[str, str]] = {
+        **Body.union_types,
+        "tool_choice": 'a string, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}',
+    }
 
     messages: ListOf[Message]
     tool_choice: str | ToolChoiceObject | None = None
@@ -47,46 +58,37 @@ class ChatBody(GenerationBody, ConversationFields):
             return choice.allowed_tools is None or choice.allowed_tools.mode == "required"
         return choice == "required"
 
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        check_generation(violations, self)
+        if self.top_logprobs and not self.logprobs:
+            violations.add("top_logprobs", "is set; it has an effect only if logprobs is true")
+        check_tool_choice(violations, self.tool_choice)
+        check_constraints(violations, self)
+        check_conversation(violations, self.messages, self, is_forced=self.requires_call)
+        if self.add_special_tokens:
+            violations.add(*_NO_SPECIAL_TOKENS)
+        rule.leave_out(violations, self.api, left_out_tools(self))
+
 
 class TokenizeBody(Body, ConversationFields):
     """Either a prompt or messages."""
 
     api: ClassVar[str] = "tokens"
+    entries = _MESSAGES
 
     prompt: str | None = None
     messages: ListOf[Message] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        check_conversation(violations, self.messages or [], self)
+        if self.messages is not None and self.add_special_tokens:
+            violations.add(*_NO_SPECIAL_TOKENS)
+        rule.leave_out(violations, self.api, left_out_tools(self))
+
 
 class DetokenizeBody(Body):
     api: ClassVar[str] = "tokens"
 
     tokens: ListOf[int]
-
-
-UNION_TYPES: Mapping[str, str] = {
-    **generation_fields.UNION_TYPES,
-    "tool_choice": 'a string, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}',
-}
-"""The types of fields that accept several, as errors show them."""
-
-
-def check_body(violations: Violations, body: Body) -> None:
-    """Adds violations for fields that contradict each other or have unknown values."""
-    if isinstance(body, GenerationBody):
-        check_generation(violations, body)
-        if isinstance(body, ChatBody):
-            _check_chat(violations, body)
-        check_constraints(violations, body)
-    if isinstance(body, ChatBody | TokenizeBody):
-        is_forced = isinstance(body, ChatBody) and body.requires_call
-        check_conversation(violations, body.messages or [], body, is_forced=is_forced)
-        if body.messages is not None and body.add_special_tokens:
-            violations.add("add_special_tokens", "is true; in a chat only the chat template writes special tokens")
-
-
-def _check_chat(violations: Violations, body: ChatBody) -> None:
-    if body.top_logprobs and not body.logprobs:
-        violations.add("top_logprobs", "is set; it has an effect only if logprobs is true")
-    check_tool_choice(violations, body.tool_choice)

@@ -65,7 +65,7 @@ class ResponseCall:
     def of_kept(cls, data: bytes, response_id: str, store: ResponseStore) -> Self:
         """Restores a call from the data of its `kept`. Raises NotFound if the data belongs to another API."""
         kept = FrontEnd.of(data, _API, response_id)
-        body = validated(ResponseBody, kept.body, {})
+        body = validated(ResponseBody, kept.body)
         conversation = Conversation(
             [message_of(each) for each in kept.more["messages"]], "input", instructions=body.instructions
         )

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
 from gateway.api.body import read_body
 from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
-from gateway.api.fields import Conversation
+from gateway.api.fields import Conversation, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.api.respond import respond, resumed
@@ -26,13 +26,7 @@ from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.items import input_items, item_page
-from gateway.api.responses.read_response import (
-    InputBody,
-    ResponseBody,
-    names_of,
-    parse_body,
-    prompt_of,
-)
+from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
 from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
 from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
 from gateway.auth.caller import current_caller
@@ -56,7 +50,7 @@ def open_front(context: FrontContext) -> Front:
     )
 
     async def read_call(data: bytes) -> ResponseCall:
-        body = await parse_body(ResponseBody, data, context.body_limits)
+        body = await parse(ResponseBody, data, context.body_limits)
         conversation = await conversation_with(store, body)
         return ResponseCall(body, body.model or context.generator.model.name, store, conversation)
 
@@ -122,7 +116,7 @@ class _ResponseRoutes:
                 return self._events_of(last.request_id, last)
             read_back = partial(ResponseCall.read_back, store=self._store)
             return resumed(self._generator, last, read_back, self._keep_alive_s, _dialect(last.number))
-        body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
+        body = await parse(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
         call = ResponseCall(
             body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
         )
@@ -206,7 +200,7 @@ class _ResponseRoutes:
 
     async def count_input_tokens(self, request: Request) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""
-        body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
+        body = await parse(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
         with renaming(lambda: names_of(body, conversation)):
