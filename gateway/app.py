@@ -17,7 +17,7 @@ import grpc.aio
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
 from gateway.api.front import Front, FrontContext
-from gateway.api.grpc.front import open_front as open_grpc
+from gateway.api.grpc.servicers import open_front as open_grpc
 from gateway.api.shared_routes import shared_routes
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
