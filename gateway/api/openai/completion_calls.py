@@ -68,7 +68,7 @@ class _Call(Generic[BodyType]):
 def _new_id() -> str:
     """A unique id that begins with the client's X-Request-Id, by which logs are searched. Proxies and agents send the
     same X-Request-Id with several calls, so it is not unique by itself."""
-    given = client_request_id()
+    given = client_request_id.get()
     if given is None or not _CLIENT_ID.fullmatch(given):
         return entropy.random_hex(16)
     return f"{given}-{entropy.random_hex(4)}"
