@@ -8,6 +8,7 @@ client that disconnects ends its requests.
 import asyncio
 import dataclasses
 import re
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from gateway.api.answers import (
+    OPENAI,
     Dialect,
     HttpError,
     StreamedResponse,
@@ -26,7 +28,7 @@ from gateway.api.answers import (
 from gateway.api.durable_streams import EventId, EventWriter
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import IN_PIECES, AnswerForm, CallMemory
+from gateway.request.answer_memory import IN_PIECES, STREAMED, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
 from gateway.request.violations import renamed, renaming
 from gateway.types import RequestOptions
@@ -56,7 +58,7 @@ class Shaper(Protocol):
         ...
 
 
-class Call(Protocol):
+class Call(ABC):
     """One call of an API.
 
     Attributes:
@@ -67,31 +69,27 @@ class Call(Protocol):
         stream_form: The form by which the memory of its stream is counted.
     """
 
-    dialect: Dialect
-    shows_prompt_by_choice: bool
-    stream_form: AnswerForm
+    dialect: Dialect = OPENAI
+    shows_prompt_by_choice = False
+    stream_form: AnswerForm = STREAMED
+    id: str
+    streams: bool
 
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def streams(self) -> bool: ...
-
+    @abstractmethod
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         """Its requests, before validation. Raises QuireError or HttpError if the call is invalid."""
-        ...
 
+    @abstractmethod
     def names(self, position: int) -> Callable[[str], str]:
         """Maps a field of the request at `position` to its name in the body."""
-        ...
 
+    @abstractmethod
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
         """The writer of the answer. Called after the requests have started."""
-        ...
 
     async def keep(self) -> None:
         """Stores the answer if required. Called after it was written, and before its end is sent."""
-        ...
+        return
 
 
 def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:

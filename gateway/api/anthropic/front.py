@@ -27,9 +27,8 @@ from gateway.api.field_rule import FieldRule
 from gateway.api.fields import Names, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond, resumed
+from gateway.api.respond import Call, respond, resumed
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
@@ -60,12 +59,10 @@ def _is_told_to_think(generator: Generator, rule: FieldRule, body: TokensBody) -
     return False
 
 
-class MessageCall:
-    """One message. See gateway.api.respond.Call."""
+class MessageCall(Call):
+    """One message."""
 
     dialect = ANTHROPIC
-    shows_prompt_by_choice = False
-    stream_form = STREAMED
 
     def __init__(self, body: MessageBody, model: str, rule: FieldRule) -> None:
         self.id = f"msg_{entropy.random_hex(16)}"
@@ -98,9 +95,6 @@ class MessageCall:
 
     def names(self, position: int) -> Names:
         return names_of(self._body, self._conversation)
-
-    async def keep(self) -> None:
-        """Does nothing, since answers of this API are not stored."""
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> MessageShaper:
         thinking = self._body.thinking

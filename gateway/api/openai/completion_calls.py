@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Generic, Self, TypeVar
 
-from gateway.api.answers import OPENAI, client_request_id
+from gateway.api.answers import client_request_id
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Names
@@ -13,8 +13,8 @@ from gateway.api.generation_fields import CompletionBody, GenerationBody, comple
 from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
+from gateway.api.respond import Call
 from gateway.replicas.live import LiveRequest
-from gateway.request.answer_memory import STREAMED
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
 from gateway.text.fill_in import fill_in_prompt
@@ -29,11 +29,9 @@ BodyType = TypeVar("BodyType", bound=GenerationBody)
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:-]{1,96}")
 
 
-class _Call(Generic[BodyType]):
-    """The common part of both calls. See gateway.api.respond.Call."""
+class _Call(Call, Generic[BodyType]):
+    """The common part of both calls."""
 
-    dialect = OPENAI
-    stream_form = STREAMED
     body_type: type[BodyType]
     id_prefix: str
 
@@ -61,9 +59,6 @@ class _Call(Generic[BodyType]):
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return FrontEnd(body.api, self.id, self._head["created"], self._head["model"], fields, {}).to_bytes()
 
-    async def keep(self) -> None:
-        """Does nothing, since answers of this API are not stored."""
-
 
 def _new_id() -> str:
     """A unique id that begins with the client's X-Request-Id, by which logs are searched. Proxies and agents send the
@@ -77,7 +72,6 @@ def _new_id() -> str:
 class ChatCall(_Call[ChatBody]):
     """A chat completion: one request."""
 
-    shows_prompt_by_choice = False
     body_type = ChatBody
     id_prefix = "chatcmpl"
 

@@ -8,6 +8,7 @@ from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
 from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation, Names
+from gateway.api.respond import Call
 from gateway.api.responses.answers import CancelledResponse
 from gateway.api.responses.read_response import (
     ITEM,
@@ -31,10 +32,9 @@ _API = "responses"
 ID_PREFIX = "resp_"
 
 
-class ResponseCall:
-    """One response. See gateway.api.respond.Call. Its id is the id of its request, by which it can be cancelled."""
+class ResponseCall(Call):
+    """One response. Its id is the id of its request, by which it can be cancelled."""
 
-    shows_prompt_by_choice = False
     stream_form = STREAMED_AND_REPEATED
 
     def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
