@@ -25,9 +25,8 @@ from gateway.api.responses.answers import (
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import BackgroundStore
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
-from gateway.api.responses.items import input_items, item_page
 from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
-from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
+from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
 from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
 from gateway.auth.caller import current_caller
 from gateway.request.text_service import TextService
@@ -40,11 +39,11 @@ _PATH = "/v1/responses/{response_id}"
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front with its stores. Raises ConfigurationError if a store cannot be used."""
-    place, max_bytes = context.settings.response_store, context.settings.max_stored_response_bytes
-    store = open_store(place, max_bytes)
+    path, max_bytes = sqlite_path(context.settings.response_store), context.settings.max_stored_response_bytes
+    store = ResponseStore(path, max_bytes)
     background = BackgroundResponses(
         context.generator,
-        BackgroundStore(sqlite_path(place), context.gateway_id, max_bytes),
+        BackgroundStore(path, context.gateway_id, max_bytes),
         context.authenticator,
         partial(ResponseCall.of_kept, store=store),
     )
