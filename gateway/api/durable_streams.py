@@ -94,10 +94,7 @@ class FrontEnd:
 
     def to_bytes(self, max_bytes: int | None = MAX_FRONT_END_BYTES) -> bytes:
         """The serialized data. Raises InvalidArgument if it is larger than `max_bytes`."""
-        data = to_json(
-            {"api": self.api, "id": self.id, "created": self.created, "model": self.model}
-            | {"body": self.body, "more": self.more}
-        )
+        data = to_json(self)
         if max_bytes is not None and len(data) > max_bytes:
             raise invalid_field(
                 "durable",

@@ -243,6 +243,7 @@ def generation_options(
         prediction=body.prediction and body.prediction.text,
         prompt_logprobs=prompt_logprobs,
     )
+    hints = (body.nvext and body.nvext.agent_hints) or AgentHints()
     as_written = dict(options.as_written)
     _add_sampling(body, options.sampling, as_written)
     return dataclasses.replace(
@@ -252,9 +253,9 @@ def generation_options(
         truncation_side=body.truncation_side or "left",
         clamp=clamp,
         retain_ms=_hinted_retention_ms(body),
-        expected_tokens=_hinted_length(body),
+        expected_tokens=hints.osl if hints.osl is not None and hints.osl > 0 else None,
         # In vLLM's API lower values run earlier, in Quire higher values.
-        priority=_hinted_priority(body) if body.priority is None else -body.priority,
+        priority=_hinted_priority(hints) if body.priority is None else -body.priority,
         priority_sign=-1,
     )
 
@@ -282,20 +283,8 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
     return max((count for count in asked if count is not None), default=None)
 
 
-def _agent_hints(body: GenerationBody) -> AgentHints:
-    hints = None if body.nvext is None else body.nvext.agent_hints
-    return hints or AgentHints()
-
-
-def _hinted_length(body: GenerationBody) -> int | None:
-    """The expected number of tokens in the answer; None without a valid hint."""
-    length = _agent_hints(body).osl
-    return length if length is not None and length > 0 else None
-
-
-def _hinted_priority(body: GenerationBody) -> int | None:
+def _hinted_priority(hints: AgentHints) -> int | None:
     """The priority in an agent's hint, limited to the maximum of its key: a hint is never rejected."""
-    hints = _agent_hints(body)
     if hints.priority is None:
         return None
     return max(LOWEST_PRIORITY, min(hints.priority, current_caller().access.max_priority))

@@ -104,11 +104,6 @@ class MessageCall(Call):
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front."""
-    return Front(routes=message_routes(context), dialect_of=dialect_of)
-
-
-def message_routes(context: FrontContext) -> list[ApiRoute]:
-    """The routes."""
     generator, body_limits, keep_alive_s = context.generator, context.body_limits, context.keep_alive_s
     model, texts = generator.model.name, TextService(generator)
 
@@ -130,7 +125,7 @@ def message_routes(context: FrontContext) -> list[ApiRoute]:
             tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)
         return {"input_tokens": len(tokenized.token_ids)}
 
-    return [
+    routes = [
         ApiRoute(
             _PATH,
             create,
@@ -143,3 +138,4 @@ def message_routes(context: FrontContext) -> list[ApiRoute]:
         ),
         ApiRoute(f"{_PATH}/count_tokens", count_tokens, method="POST", body=TokensBody, error=AnthropicError),
     ]
+    return Front(routes=routes, dialect_of=dialect_of)

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
+from gateway.api.answer_parts import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
 from gateway.api.answers import Dialect, ErrorAnswer
 from gateway.api.anthropic import answers
 from gateway.replicas.events import Chunk, Finished, FinishReason, Usage

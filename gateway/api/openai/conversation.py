@@ -138,9 +138,11 @@ def check_conversation(
     for position, tool in enumerate(body.tools or ()):
         if violations.are_enough:
             return
-        _check_tool(violations, f"tools[{position}]", tool)
+        path = f"tools[{position}].{tool.type}"
+        if not tool.is_left_out and getattr(tool, tool.type) is None:
+            violations.add(path, "is missing")
         if tool.type == "custom" and tool.custom is not None:
-            check_custom(violations, f"tools[{position}].custom", tool.custom, is_forced=is_forced)
+            check_custom(violations, path, tool.custom, is_forced=is_forced)
     kwargs = body.chat_template_kwargs or {}
     for name in ("documents", "enable_thinking"):
         asked = getattr(body, name)
@@ -204,7 +206,8 @@ def chat_message(message: Message) -> ChatMessage:
         message.name or None,
         tool_calls=tuple(map(_call_of, message.tool_calls or ())),
         tool_call_id=message.tool_call_id,
-        reasoning=_reasoning(message) or None,
+        # vLLM's older or newer name.
+        reasoning=(message.reasoning if message.reasoning_content is None else message.reasoning_content) or None,
     )
 
 
@@ -290,15 +293,3 @@ def _check_part(violations: Violations, path: str, part: ContentPart, role: str)
         violations.add(f"{path}.type", f'is "{shortened(part.type)}"; only "text" is supported')
     elif getattr(part, part.type) is None:
         violations.add(f"{path}.{part.type}", "is missing")
-
-
-def _check_tool(violations: Violations, path: str, tool: ToolDefinition) -> None:
-    if tool.is_left_out:
-        return
-    if getattr(tool, tool.type) is None:
-        violations.add(f"{path}.{tool.type}", "is missing")
-
-
-def _reasoning(message: Message) -> str | None:
-    """The reasoning of a message, under vLLM's older or newer name."""
-    return message.reasoning_content if message.reasoning_content is not None else message.reasoning

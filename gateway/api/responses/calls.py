@@ -98,16 +98,12 @@ class ResponseCall(Call):
     def _front_end(self) -> bytes:
         if not self._body.durable:
             return b""
-        messages = [plain_message(each) for each in self._conversation.messages] if self._is_stored else []
+        messages = [plain_message(each) for each in self._conversation.messages] if self._head.is_stored else []
         return self._front_end_of(messages).to_bytes()
 
     def _front_end_of(self, messages: list[dict[str, Any]]) -> FrontEnd:
         fields = self._body.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"input": []}
         return FrontEnd(_API, self.id, self._head.created, self._head.model, fields, {"messages": messages})
-
-    @property
-    def _is_stored(self) -> bool:
-        return self._head.is_stored
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         options = options_of(self._body, self._conversation.prompt, self.id)
@@ -122,7 +118,7 @@ class ResponseCall(Call):
         return self._shaper
 
     def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
-        if self._is_stored:
+        if self._head.is_stored:
             self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
 
     async def keep(self) -> None:

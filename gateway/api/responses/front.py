@@ -23,11 +23,11 @@ from gateway.api.responses.answers import (
     ResponseObject,
 )
 from gateway.api.responses.background import BackgroundResponses
-from gateway.api.responses.background_store import BackgroundStore
+from gateway.api.responses.background_store import CANCELLED, BackgroundStore
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
 from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
 from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
-from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
+from gateway.api.responses.write_response import ResponseHead, error_event, response_head
 from gateway.auth.caller import current_caller
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
@@ -184,9 +184,9 @@ class _ResponseRoutes:
         if not response_id.startswith(ID_PREFIX):
             await self._store.run(self._store.find, tenant, response_id)
         await self._generator.cancel(response_id)
-        return JSONResponse(
-            cancelled_response(ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name))
-        )
+        # Its own call ends with an error, so its output is lost.
+        head = ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name)
+        return JSONResponse(response_head(head, CANCELLED))
 
     async def list_input_items(self, request: Request) -> InputItems:
         """The items that a response answers, including earlier turns, last item first."""
