@@ -392,13 +392,11 @@ def _make_generator(
         vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
         metrics.show(vllm, vllm.refresh)
     refusal = _ADAPTERS_FIXED if settings.hand_over else None
-    adapters = Adapters(
-        model.name,
-        path,
-        lambda: [each.max_adapters for each in replicas.welcomes],
-        refusal,
-        aliases=settings.served_model_aliases,
-    )
+
+    def slots() -> list[int]:
+        return [each.max_adapters for each in replicas.welcomes]
+
+    adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
     return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
 
 

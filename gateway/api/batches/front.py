@@ -14,8 +14,7 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
-from gateway.api.batches.lines import BatchLimits, opened
-from gateway.api.batches.runner import Batches
+from gateway.api.batches.runner import Batches, BatchLimits, opened
 from gateway.api.batches.store import BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread

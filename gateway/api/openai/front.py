@@ -24,7 +24,6 @@ from gateway.api.openai.answers import (
     DetokenizedText,
     Tokens,
 )
-from gateway.api.openai.conversation import kept_tools
 from gateway.api.openai.schemas import (
     ChatBody,
     DetokenizeBody,
@@ -33,6 +32,7 @@ from gateway.api.openai.schemas import (
     chat_options,
     chat_prompt,
     completion_prompts,
+    kept_tools,
 )
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.api.openapi import AnyObject, ApiRoute

@@ -17,8 +17,7 @@ from gateway.api.answers import LazyList
 from gateway.api.custom_tools import InputPieces, custom_input
 from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
 from gateway.api.openai import answers
-from gateway.api.openai.conversation import Message, ToolChoiceObject, custom_tools, message_text
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.schemas import ChatBody, Message, ToolChoiceObject, custom_tools, message_text
 from gateway.replicas.events import (
     Chunk,
     Finished,

@@ -20,13 +20,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.ui.watch_messages import StateAt, frame_object, is_long, load_sample
+from gateway.api.ui.watch_messages import StateAt, frame_object, is_long, load_sample, state_request
 from gateway.auth.caller import Caller
 from gateway.replicas.link import SchedulerLink
 from gateway.request.generator import Generator
 from quire.rpc.errors import QuireError
 from quire.runtime import clock
-from quire.scheduler.v1 import scheduler_pb2
 from quire.version import VERSION
 
 _GATEWAY_INTERVAL_S = 1.0
@@ -148,7 +147,7 @@ class LoadHistory:
 
     def __init__(self, links: Mapping[str, SchedulerLink], gateway_id: str) -> None:
         self._links = links
-        self._request = scheduler_pb2.GetStateRequest(gateway_id=gateway_id)
+        self._request = state_request(gateway_id)
         self._replicas: dict[str, _Replica] = {}
 
     def of(self, address: str) -> list[dict[str, Any]]:

@@ -19,13 +19,13 @@ from starlette.routing import Route
 
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.ui import access, feed, watch_messages
+from gateway.api.ui import access, feed
+from gateway.api.ui.watch_messages import block_object, block_request
 from gateway.auth.caller import current_caller
 from gateway.auth.keys import NoAuthenticator
 from gateway.request.generator import Generator
 from gateway.settings import KILLABLE
 from quire.rpc.errors import NotFound, Unavailable, invalid_field
-from quire.scheduler.v1 import scheduler_pb2
 
 _CHAT_PATH, _MODELS_PATH = "/v1/chat/completions", "/v1/models"
 _BLOCK_TIMEOUT_S = 5.0
@@ -151,6 +151,6 @@ async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
     text = query.get("block", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
         raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
-    asked = scheduler_pb2.ReadBlockRequest(block_id=int(text), is_host=query.get("host") == "1")
+    asked = block_request(int(text), is_host=query.get("host") == "1")
     answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)
-    return watch_messages.block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)
+    return block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)

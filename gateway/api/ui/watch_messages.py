@@ -65,6 +65,11 @@ def _reason(reason: scheduler_pb2.WaitReason) -> str:
     return scheduler_pb2.WaitReason.Name(reason).removeprefix("WAIT_REASON_").lower()
 
 
+def block_request(block: int, *, is_host: bool) -> scheduler_pb2.ReadBlockRequest:
+    """The request for one block."""
+    return scheduler_pb2.ReadBlockRequest(block_id=block, is_host=is_host)
+
+
 def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: Callable[[int], str]) -> dict[str, Any]:
     """A block with its owners. `text_of` returns the text of a token; texts are shown only of `tenant`."""
     owners: list[dict[str, Any]] = []
@@ -93,6 +98,11 @@ class StateAt:
 
     unix_s: float
     state: scheduler_pb2.GetStateResponse
+
+
+def state_request(gateway_id: str) -> scheduler_pb2.GetStateRequest:
+    """The request for the state of a scheduler, with the tokens of its steps."""
+    return scheduler_pb2.GetStateRequest(gateway_id=gateway_id)
 
 
 def load_sample(now: StateAt, before: StateAt | None) -> dict[str, float]:
