@@ -19,6 +19,8 @@ from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 BodyType = TypeVar("BodyType", bound="ParsedBody")
 _ENTRIES_AT_ONCE = 512
+ONLY_STREAMS = "is true; it has an effect only if stream is true"
+"""The violation of `durable` without a stream."""
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
 # Protobuf messages of the parameters; a body has their fields at the top level.

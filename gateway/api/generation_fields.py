@@ -14,9 +14,8 @@ from pydantic import BaseModel, Field
 from gateway.api import field_rule
 from gateway.api.body import max_entries
 from gateway.api.constraint_fields import ConstraintFields, check_constraints, constraint_of, constraint_path
-from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import FieldRule, Part, Unread
-from gateway.api.fields import Names, ParsedBody, Salt, options_of
+from gateway.api.fields import ONLY_STREAMS, Names, ParsedBody, Salt, options_of
 from gateway.auth.caller import HIGHEST_PRIORITY, LOWEST_PRIORITY, current_caller
 from gateway.request.limits import MAX_LOGIT_BIAS, MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations

@@ -22,12 +22,11 @@ from gateway.api.anthropic.read_message import (
 )
 from gateway.api.anthropic.write_message import ANTHROPIC, MessageShaper
 from gateway.api.body import read_body, validated
-from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import Names, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import Call, respond, resumed
+from gateway.api.respond import Call, FrontEnd, last_event_id, respond, resumed
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService

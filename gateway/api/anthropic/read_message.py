@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
 from gateway.api import field_rule, fields
-from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
     Names,

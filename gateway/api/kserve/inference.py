@@ -231,12 +231,8 @@ def bytes_of(datatype: str, values: Sequence[Element]) -> bytes:
     return b"".join(map(_RAW_ELEMENTS[datatype], values))
 
 
-def _raw_bytes(value: bytes) -> bytes:
-    return _SIZE.pack(len(value)) + value
-
-
 _RAW_ELEMENTS: Mapping[str, Callable[[Any], bytes]] = {
-    "BYTES": _raw_bytes,
+    "BYTES": lambda value: _SIZE.pack(len(value)) + value,
     "UINT32": struct.Struct("<I").pack,
     "FP32": struct.Struct("<f").pack,
 }
@@ -281,7 +277,13 @@ def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -
     violations = Violations()
     if not violations.check_count("parameters", request.parameters, MAX_PARAMETERS):
         violations.raise_if_any()
-    own = _own_fields(violations, request)
+    own: dict[str, Any] = {}
+    for name, parameter in request.parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is not None and not name.startswith(_SERVER_PREFIX):
+            own[name[:_MAX_NAME]] = getattr(parameter, choice)
+        elif choice is None and not name.startswith(_SERVER_PREFIX):
+            violations.add(_parameter_path(name[:_MAX_NAME]), "has no value")
     in_tensor = {} if tensor is None else _json_fields(violations, tensor)
     paths = {name: _parameter_path(name) for name in own}
     if tensor is not None:
@@ -297,19 +299,6 @@ def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -
 
 def _parameter_path(name: str) -> str:
     return f'parameters["{name}"]'
-
-
-def _own_fields(violations: Violations, request: pb.ModelInferRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, parameter in request.parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if name.startswith(_SERVER_PREFIX):
-            continue
-        if choice is None:
-            violations.add(_parameter_path(name[:_MAX_NAME]), "has no value")
-        else:
-            fields[name[:_MAX_NAME]] = getattr(parameter, choice)
-    return fields
 
 
 def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
@@ -400,13 +389,20 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     body = sampling.body(rule)
     if streams and (body.n or 1) > 1:
         violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
-    logprobs = _logprobs(violations, body, sampling, outputs)
+    if body.logprobs is not None and "logprobs" not in outputs:
+        violations.add(
+            sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
+        )
     violations.raise_if_any()
+    logprobs = body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
     body = body.model_copy(update={"model": request.model_name, "logprobs": logprobs})
+    # All requests share one object with their parameters. The protocol's ids may repeat among running requests, so the
+    # gateway generates its own.
+    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
     return Inference(
         id=request.id,
         prompts=prompts,
-        options=_options(body, prompts),
+        options=tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts),
         streams=streams,
         includes_input=not streams and not flags["exclude_input_in_output"],
         outputs=outputs,
@@ -416,24 +412,6 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
         sampling=sampling,
         text_input=inputs["text_input"],
     )
-
-
-def _logprobs(
-    violations: Violations, body: CompletionBody, sampling: SamplingFields, outputs: frozenset[str]
-) -> int | None:
-    """The number of most likely tokens that the generator reports; None for no log probabilities."""
-    if body.logprobs is not None and "logprobs" not in outputs:
-        violations.add(
-            sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
-        )
-    return body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
-
-
-def _options(body: CompletionBody, prompts: Sequence[str]) -> tuple[RequestOptions, ...]:
-    """One request for each prompt. All requests share one object with their parameters."""
-    # The protocol's ids may repeat among running requests, so the gateway generates its own.
-    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
-    return tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts)
 
 
 def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from gateway.api.answers import OPENAI, as_json, client_request_id
 from gateway.api.body import BodyLimits, read_body, validated
-from gateway.api.durable_streams import FrontEnd, last_event_id
 from gateway.api.field_rule import FieldRule
 from gateway.api.fields import Names, numbered, parse
 from gateway.api.front import CallReader, Front, FrontContext
@@ -36,7 +35,7 @@ from gateway.api.openai.schemas import (
 )
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.api.openapi import AnyObject, ApiRoute
-from gateway.api.respond import Call, respond, resumed
+from gateway.api.respond import Call, FrontEnd, last_event_id, respond, resumed
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator

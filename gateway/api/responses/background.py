@@ -17,8 +17,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.api.answers import OPENAI, as_json, error_answer
-from gateway.api.durable_streams import EventId, EventWriter
 from gateway.api.leased_runs import RENEW_S, LeasedRun, LeasedRuns
+from gateway.api.respond import EventId, EventWriter
 from gateway.api.responses.background_store import (
     CANCELLED,
     FAILED,

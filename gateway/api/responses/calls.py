@@ -6,9 +6,8 @@ from typing import Any, Self
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
-from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation, Names
-from gateway.api.respond import Call
+from gateway.api.respond import Call, FrontEnd
 from gateway.api.responses.answers import CancelledResponse
 from gateway.api.responses.read_response import (
     ITEM,

@@ -9,11 +9,10 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
 from gateway.api.body import read_body
-from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
 from gateway.api.fields import Conversation, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond, resumed
+from gateway.api.respond import LAST_EVENT_ID, EventId, last_event_id, respond, resumed
 from gateway.api.responses.answers import (
     CancelledResponse,
     DeletedResponse,

@@ -20,9 +20,9 @@ from gateway.api.constraint_fields import (
     constraint_of,
 )
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
-from gateway.api.durable_streams import ONLY_STREAMS
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
     Names,
