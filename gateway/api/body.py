@@ -76,51 +76,37 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
         starlette.requests.ClientDisconnect: the client disconnected before the end of the body.
     """
     _check_media_type(request, media_types)
-    _check_announced_size(request, limits.max_bytes)
-    body = bytearray()
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limits.max_bytes:
+        raise _too_large(limits.max_bytes)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    inflate = None if encoding == "identity" else _Inflating(_WINDOWS[encoding])
-    async for chunk in request.stream():
-        if inflate is None:
-            body += chunk
-        else:
-            async for piece in inflate.pieces(chunk):
-                body += piece
-                if len(body) > limits.max_bytes:
-                    break
+    body = bytearray()
+    async for chunk in request.stream() if encoding == "identity" else _inflated(request, encoding):
+        body += chunk
         if len(body) > limits.max_bytes:
             raise _too_large(limits.max_bytes)
-    if inflate is not None and not inflate.is_whole:
-        raise _malformed(f"its {encoding} ends too early")
     return bytes(body)
 
 
-class _Inflating:
+async def _inflated(request: Request, encoding: str) -> AsyncGenerator[bytes]:
     """Decompresses a body in small pieces, since a kilobyte may expand to a megabyte. The body may consist of several
-    compressed parts, as gzip allows."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._stream = zlib.decompressobj(window)
-        self._turns = Turns()
-
-    @property
-    def is_whole(self) -> bool:
-        return self._stream.eof
-
-    async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Decompresses in pieces. Raises InvalidArgument for malformed data, and ResourceExhausted without memory."""
+    compressed parts, as gzip allows. Raises InvalidArgument for malformed data, and ResourceExhausted without memory.
+    """
+    stream, turns = zlib.decompressobj(_WINDOWS[encoding]), Turns()
+    async for data in request.stream():
         while data:
-            if self._stream.eof:
-                self._stream = zlib.decompressobj(self._window)
+            if stream.eof:
+                stream = zlib.decompressobj(_WINDOWS[encoding])
             try:
-                piece = self._stream.decompress(data, _PIECE_BYTES)
+                piece = stream.decompress(data, _PIECE_BYTES)
             except zlib.error as error:
                 raise _malformed(f"it cannot be unpacked: {error}") from error
-            data = self._stream.unconsumed_tail or self._stream.unused_data
+            data = stream.unconsumed_tail or stream.unused_data
             count_memory(len(piece))
             yield piece
-            await self._turns.pause()
+            await turns.pause()
+    if not stream.eof:
+        raise _malformed(f"its {encoding} ends too early")
 
 
 async def read_model(kind: type[Model], request: Request, limits: BodyLimits) -> Model:
@@ -177,12 +163,6 @@ def _check_media_type(request: Request, others: Collection[str]) -> None:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity" and encoding not in _WINDOWS:
         raise _unsupported(f'content-encoding is "{shortened(encoding)}"; send gzip or deflate, or the body as it is')
-
-
-def _check_announced_size(request: Request, max_bytes: int) -> None:
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
 
 
 def _unsupported(message: str) -> HttpError:

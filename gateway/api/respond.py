@@ -25,15 +25,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.answers import (
-    OPENAI,
-    Dialect,
-    HttpError,
-    StreamedResponse,
-    WholeResponse,
-    error_answer,
-    json_pieces,
-)
+from gateway.api.answers import OPENAI, Dialect, HttpError, StreamedResponse, WholeResponse, error_answer, json_pieces
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, AnswerForm, CallMemory

@@ -5,6 +5,7 @@ A message of the user may contain tool results in addition to its text; each bec
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
@@ -38,10 +39,7 @@ class TextBlock(Part):
     text: str
 
 
-def _blocks(value: Any) -> Any:
-    return as_parts(value, "text")
-
-
+_blocks = partial(as_parts, kind="text")
 Texts = Annotated[
     list[Annotated[Annotated[TextBlock, Tag("<text>")], Discriminator(tag_of)]],
     BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock]),

@@ -56,19 +56,8 @@ def open_front(context: FrontContext) -> Front:
         store.close()
         background.close()
 
-    return Front(
-        routes=response_routes(context, store, background),
-        tasks={"background responses": background.run},
-        stop_runs=background.stop_runs,
-        close=close,
-        call_readers={"/v1/responses": read_call},
-    )
-
-
-def response_routes(context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> list[ApiRoute]:
-    """The routes. `store` stores responses."""
     routes = _ResponseRoutes(context, store, background)
-    return [
+    all_routes = [
         ApiRoute(
             "/v1/responses",
             routes.create,
@@ -98,6 +87,13 @@ def response_routes(context: FrontContext, store: ResponseStore, background: Bac
         ),
         ApiRoute(f"{_PATH}/input_items", routes.list_input_items),
     ]
+    return Front(
+        routes=all_routes,
+        tasks={"background responses": background.run},
+        stop_runs=background.stop_runs,
+        close=close,
+        call_readers={"/v1/responses": read_call},
+    )
 
 
 class _ResponseRoutes:

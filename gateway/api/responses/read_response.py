@@ -6,6 +6,7 @@ and calls.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
@@ -82,10 +83,7 @@ def _part_tag(value: Any) -> str | None:
     return "<input_text>" if tag in ("<output_text>", "<reasoning_text>", "<summary_text>", "<text>") else tag
 
 
-def _texts(value: Any) -> Any:
-    return as_parts(value, "input_text")
-
-
+_texts = partial(as_parts, kind="input_text")
 Texts = Annotated[list[ItemPart], BeforeValidator(_texts, json_schema_input_type=str | list[ItemPart])]
 
 
