@@ -276,25 +276,33 @@ def _parts_with(value: Any, long: Set[int]) -> Iterator[str]:
             yield from _list_parts(iter(value))
         case list() if len(value) > _FEW:
             yield from _list_parts(iter(value))
-        case list() if id(value) in long:
-            yield from _container_parts((("", each) for each in value), "[]", long)
-        case dict() if id(value) in long:
-            yield from _container_parts(((f"{_dumps(name)}:", each) for name, each in value.items()), "{}", long)
+        case list() | dict() if id(value) in long:
+            yield from _container_parts(value, long)
         case _:
             yield _dumps(value)
 
 
-def _container_parts(entries: Iterable[tuple[str, Any]], brackets: str, long: Set[int]) -> Iterator[str]:
-    """The parts of a list or an object that has a long entry. Each entry has the text before it."""
-    separator = brackets[0]
-    for begin, each in entries:
-        if id(each) in long:
-            yield separator + begin
-            yield from _parts_with(each, long)
-        else:
-            yield f"{separator}{begin}{_dumps(each)}"
+def _container_parts(value: dict[str, Any] | list[Any], long: Set[int]) -> Iterator[str]:
+    """The parts of an object or a list that has a long entry. Consecutive short entries are one part."""
+    separator, end = "{}" if isinstance(value, dict) else "[]"
+    short: list[tuple[Any, Any]] = []
+
+    def short_part() -> str:
+        part = dict(short) if isinstance(value, dict) else [each for _, each in short]
+        short.clear()
+        return _dumps(part)[1:-1]
+
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if id(each) not in long:
+            short.append((name, each))
+            continue
+        if short:
+            yield separator + short_part()
+            separator = ","
+        yield f"{separator}{_dumps(name)}:" if isinstance(value, dict) else separator
+        yield from _parts_with(each, long)
         separator = ","
-    yield brackets[1]
+    yield separator + short_part() + end if short else end
 
 
 def _list_parts(entries: Iterator[Any]) -> Iterator[str]:
