@@ -17,7 +17,7 @@ import grpc.aio
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
 from gateway.api.front import Front, FrontContext
-from gateway.api.grpc.front import open_front as open_grpc
+from gateway.api.grpc.servicers import open_front as open_grpc
 from gateway.api.shared_routes import shared_routes
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
 from gateway.metrics import GatewayMetrics
@@ -392,13 +392,12 @@ def _make_generator(
         vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
         metrics.show(vllm, vllm.refresh)
     refusal = _ADAPTERS_FIXED if settings.hand_over else None
-    slots = partial(_adapter_slots, replicas)
+
+    def slots() -> list[int]:
+        return [each.max_adapters for each in replicas.welcomes]
+
     adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
     return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
-
-
-def _adapter_slots(replicas: Replicas) -> list[int]:
-    return [each.max_adapters for each in replicas.welcomes]
 
 
 def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
-from gateway.api.batches.lines import BatchLimits, read_lines
-from gateway.api.batches.runner import ANSWER_BEGIN
+from gateway.api.batches.runner import ANSWER_BEGIN, BatchLimits, read_lines
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
 from gateway.auth.caller import DEFAULT_TENANT
 from gateway.request.counting import EntryLimits

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -60,7 +60,8 @@ _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 _STATUSES_BY_REASON = {"MODEL_NOT_FOUND": 404, "BATCH_DONE": 409, "NO_ADAPTER_IN_DIRECTORY": 404}
 _CODES = {404: "path_not_found", 405: "method_not_allowed"}
 _CLIENT_LEFT = 499
-_client_request_id: ContextVar[str | None] = ContextVar("request id of the client", default=None)
+client_request_id: ContextVar[str | None] = ContextVar("request id of the client", default=None)
+"""The id that the client sent with the current request, in the task of the request."""
 _EVENT_STREAM = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -159,7 +160,7 @@ def error_answer(error: Exception, request_id: str | None = None) -> ErrorAnswer
             return answer
         case QuireError():
             return _of_quire_error(error)
-    found = _client_request_id.get() or request_id or entropy.random_hex(16)
+    found = client_request_id.get() or request_id or entropy.random_hex(16)
     _logger.error("request %s failed unexpectedly", shortened(found), exc_info=error, extra={REQUEST_ID: found})
     message = f"an unexpected error; the server's log has details under the request id {shortened(found)}"
     return ErrorAnswer(500, message, "unexpected", headers={"x-request-id": found, "x-should-retry": "false"})
@@ -234,16 +235,6 @@ def _suggestion(request: Request) -> str:
     return "" if found is None else f"; did you mean {found}?"
 
 
-def set_client_request_id(request_id: str) -> None:
-    """Sets the id that the client sent with the current request, for the task of the request."""
-    _client_request_id.set(request_id)
-
-
-def client_request_id() -> str | None:
-    """The id that the client sent with the current request."""
-    return _client_request_id.get()
-
-
 class LazyList(Iterable[Entry]):
     """A list whose entries are made while it is written."""
 
@@ -285,39 +276,33 @@ def _parts_with(value: Any, long: Set[int]) -> Iterator[str]:
             yield from _list_parts(iter(value))
         case list() if len(value) > _FEW:
             yield from _list_parts(iter(value))
-        case list() if id(value) in long:
-            yield from _list_parts_with(value, long)
-        case dict() if id(value) in long:
-            separator, short = "{", dict[str, Any]()
-            for name, each in value.items():
-                if id(each) not in long:
-                    short[name] = each
-                    continue
-                if short:
-                    yield separator + _dumps(short)[1:-1]
-                    separator, short = ",", {}
-                yield f"{separator}{_dumps(name)}:"
-                yield from _parts_with(each, long)
-                separator = ","
-            yield f"{separator}{_dumps(short)[1:-1]}}}" if short else "}"
+        case list() | dict() if id(value) in long:
+            yield from _container_parts(value, long)
         case _:
             yield _dumps(value)
 
 
-def _list_parts_with(entries: Sequence[Any], long: Set[int]) -> Iterator[str]:
-    """The parts of a list that has a long entry."""
-    separator, short = "[", list[Any]()
-    for each in entries:
+def _container_parts(value: dict[str, Any] | list[Any], long: Set[int]) -> Iterator[str]:
+    """The parts of an object or a list that has a long entry. Consecutive short entries are one part."""
+    separator, end = "{}" if isinstance(value, dict) else "[]"
+    short: list[tuple[Any, Any]] = []
+
+    def short_part() -> str:
+        part = dict(short) if isinstance(value, dict) else [each for _, each in short]
+        short.clear()
+        return _dumps(part)[1:-1]
+
+    for name, each in value.items() if isinstance(value, dict) else enumerate(value):
         if id(each) not in long:
-            short.append(each)
+            short.append((name, each))
             continue
         if short:
-            yield separator + _dumps(short)[1:-1]
-            separator, short = ",", []
-        yield separator
+            yield separator + short_part()
+            separator = ","
+        yield f"{separator}{_dumps(name)}:" if isinstance(value, dict) else separator
         yield from _parts_with(each, long)
         separator = ","
-    yield f"{separator}{_dumps(short)[1:-1]}]" if short else "]"
+    yield separator + short_part() + end if short else end
 
 
 def _list_parts(entries: Iterator[Any]) -> Iterator[str]:

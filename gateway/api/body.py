@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ValidationError
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
 from gateway.api.answers import ErrorAnswer, HttpError
-from gateway.api.field_rule import FieldRule
+from gateway.api.field_rule import FieldRule, Part
 from gateway.auth.caller import current_tenant
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import EntryLimits, check_json, check_values, checking_json
@@ -21,10 +21,9 @@ from gateway.turns import LONG_BYTES, TenantTurns, Turns
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import InvalidArgument, invalid_field
 
-Model = TypeVar("Model", bound=BaseModel)
+Model = TypeVar("Model", bound=Part)
 
 _JSON = re.compile(r"application/json|[\w.-]+/[\w.-]+\+json", re.ASCII)
-_ENTRIES_AT_ONCE = 512
 _DONE = object()
 # zlib's window size for each content encoding; deflate has zlib's header.
 _WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
@@ -77,92 +76,50 @@ async def read_body(request: Request, limits: BodyLimits, *, media_types: Collec
         starlette.requests.ClientDisconnect: the client disconnected before the end of the body.
     """
     _check_media_type(request, media_types)
-    _check_announced_size(request, limits.max_bytes)
-    body = bytearray()
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced) > limits.max_bytes:
+        raise _too_large(limits.max_bytes)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    inflate = None if encoding == "identity" else _Inflating(_WINDOWS[encoding])
-    async for chunk in request.stream():
-        if inflate is None:
-            body += chunk
-        else:
-            async for piece in inflate.pieces(chunk):
-                body += piece
-                if len(body) > limits.max_bytes:
-                    break
+    body = bytearray()
+    async for chunk in request.stream() if encoding == "identity" else _inflated(request, encoding):
+        body += chunk
         if len(body) > limits.max_bytes:
             raise _too_large(limits.max_bytes)
-    if inflate is not None and not inflate.is_whole:
-        raise _malformed(f"its {encoding} ends too early")
     return bytes(body)
 
 
-class _Inflating:
+async def _inflated(request: Request, encoding: str) -> AsyncGenerator[bytes]:
     """Decompresses a body in small pieces, since a kilobyte may expand to a megabyte. The body may consist of several
-    compressed parts, as gzip allows."""
-
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._stream = zlib.decompressobj(window)
-        self._turns = Turns()
-
-    @property
-    def is_whole(self) -> bool:
-        return self._stream.eof
-
-    async def pieces(self, data: bytes) -> AsyncGenerator[bytes]:
-        """Decompresses in pieces. Raises InvalidArgument for malformed data, and ResourceExhausted without memory."""
+    compressed parts, as gzip allows. Raises InvalidArgument for malformed data, and ResourceExhausted without memory.
+    """
+    stream, turns = zlib.decompressobj(_WINDOWS[encoding]), Turns()
+    async for data in request.stream():
         while data:
-            if self._stream.eof:
-                self._stream = zlib.decompressobj(self._window)
+            if stream.eof:
+                stream = zlib.decompressobj(_WINDOWS[encoding])
             try:
-                piece = self._stream.decompress(data, _PIECE_BYTES)
+                piece = stream.decompress(data, _PIECE_BYTES)
             except zlib.error as error:
                 raise _malformed(f"it cannot be unpacked: {error}") from error
-            data = self._stream.unconsumed_tail or self._stream.unused_data
+            data = stream.unconsumed_tail or stream.unused_data
             count_memory(len(piece))
             yield piece
-            await self._turns.pause()
+            await turns.pause()
+    if not stream.eof:
+        raise _malformed(f"its {encoding} ends too early")
 
 
-async def read_model(kind: type[Model], request: Request, limits: BodyLimits, union_types: Mapping[str, str]) -> Model:
+async def read_model(kind: type[Model], request: Request, limits: BodyLimits) -> Model:
     """The body of a request as `kind`. Raises the errors of `read_body`, `load_json` and `validated`."""
-    return validated(kind, await load_json(await read_body(request, limits), limits), union_types)
+    return validated(kind, await load_json(await read_body(request, limits), limits))
 
 
-async def validated_by_turns(
-    kind: type[Model],
-    fields: dict[str, Any],
-    name: str,
-    entries: TypeAdapter[list[Any]],
-    union_types: Mapping[str, str],
-    turns: Turns,
-) -> list[Any]:
-    """The list in the field `name` of a `kind`, validated a few entries at a time, so that other calls can run in
-    between. Raises InvalidArgument for the first invalid entry."""
-    asked = fields[name]
-    found: list[Any] = []
-    for begin in range(0, len(asked), _ENTRIES_AT_ONCE):
-        some = asked[begin : begin + _ENTRIES_AT_ONCE]
-        try:
-            found += entries.validate_python(some)
-        except ValidationError:
-            # Entries are validated in slices, so the index in an error is relative to the slice.
-            validated(kind, fields | {name: found + some}, union_types)
-            raise
-        await turns.pause()
-    return found
-
-
-def validated(kind: type[Model], fields: object, union_types: Mapping[str, str]) -> Model:
-    """`fields` as `kind`. `union_types` has the types of fields that accept several, as shown in errors.
-
-    Raises:
-        InvalidArgument: a field has the wrong type.
-    """
+def validated(kind: type[Model], fields: object) -> Model:
+    """`fields` as `kind`. Raises InvalidArgument if a field has the wrong type."""
     try:
         return kind.model_validate(fields)
     except ValidationError as error:
-        raise _invalid(error, union_types) from error
+        raise _invalid(error, kind.union_types) from error
 
 
 async def load_json(data: bytes, limits: BodyLimits) -> Any:
@@ -206,12 +163,6 @@ def _check_media_type(request: Request, others: Collection[str]) -> None:
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity" and encoding not in _WINDOWS:
         raise _unsupported(f'content-encoding is "{shortened(encoding)}"; send gzip or deflate, or the body as it is')
-
-
-def _check_announced_size(request: Request, max_bytes: int) -> None:
-    announced = request.headers.get("content-length", "")
-    if announced.isdecimal() and int(announced) > max_bytes:
-        raise _too_large(max_bytes)
 
 
 def _unsupported(message: str) -> HttpError:

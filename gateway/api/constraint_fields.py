@@ -168,74 +168,63 @@ def _is_of_json(path: str) -> bool:
 
 def _found(body: ConstraintFields) -> Iterator[tuple[str, Callable[[], Constraint]]]:
     """The path of each constraint in a body, with the function that makes the constraint."""
-    of_tags = partial(_of_tags, no_white_space=_no_white_space_path(body) is not None)
+    for path, kind, value in _values(body):
+        if value is not None:
+            yield path, partial(_constraint, kind, value)
+
+
+def _values(body: ConstraintFields) -> Iterator[tuple[str, str, Any]]:
+    """The path of each constraint in a body, its field in the message, and its value; None if it is absent."""
     match body.response_format:
         case ResponseFormat(type="json_schema", json_schema=JsonSchemaFormat(schema_=schema)) if schema is not None:
-            yield "response_format.json_schema.schema", partial(_of_schema, schema)
+            yield "response_format.json_schema.schema", "json_schema", schema
         case ResponseFormat(type="json_schema" | "json_object", schema_=schema) if schema:
-            yield "response_format.schema", partial(_of_schema, schema)
+            yield "response_format.schema", "json_schema", schema
         case ResponseFormat(type="json_object" | "json", value=schema) if schema:
-            yield "response_format.value", partial(_of_schema, schema)
+            yield "response_format.value", "json_schema", schema
         case ResponseFormat(type="json_object"):
-            yield "response_format", _of_object
+            yield "response_format", "json_object", AnyJsonObject()
         case ResponseFormat(type="regex", pattern=str(regex)):
-            yield "response_format.pattern", partial(_of_regex, regex)
+            yield "response_format.pattern", "regex", regex
         case ResponseFormat(type="regex", value=str(regex)):
-            yield "response_format.value", partial(_of_regex, regex)
+            yield "response_format.value", "regex", regex
         case ResponseFormat(type="grammar", grammar=str(grammar)):
-            yield "response_format.grammar", partial(_of_grammar, grammar)
+            yield "response_format.grammar", "lark", grammar
         case ResponseFormat(type="structural_tag") as format:
-            yield "response_format", partial(of_tags, format)
+            yield "response_format", "structural_tags", format
     outputs = body.structured_outputs or StructuredOutputs()
-    if outputs.json_object:
-        yield "structured_outputs.json_object", _of_object
-    for path, value, make in (
-        ("structured_outputs.json", outputs.json_, _of_schema),
-        ("structured_outputs.regex", outputs.regex, _of_regex),
-        ("structured_outputs.choice", outputs.choice, _of_choice),
-        ("structured_outputs.grammar", outputs.grammar, _of_grammar),
-        ("structured_outputs.structural_tag", outputs.structural_tag, of_tags),
-        ("guided_json", body.guided_json, _of_schema),
-        ("guided_regex", body.guided_regex, _of_regex),
-        ("guided_choice", body.guided_choice, _of_choice),
-        ("guided_grammar", body.guided_grammar, _of_grammar),
-        ("structural_tag", body.structural_tag, of_tags),
-        # Clients of these servers send an empty text for no constraint.
-        ("regex", body.regex or None, _of_regex),
-        ("ebnf", body.ebnf or None, _of_grammar),
-        ("grammar", body.grammar or None, _of_grammar),
-        ("json_schema", body.json_schema or None, _of_schema),
-    ):
-        if value is not None:
-            yield path, partial(make, value)
+    yield "structured_outputs.json_object", "json_object", AnyJsonObject() if outputs.json_object else None
+    yield "structured_outputs.json", "json_schema", outputs.json_
+    yield "structured_outputs.regex", "regex", outputs.regex
+    yield "structured_outputs.choice", "choice", outputs.choice
+    yield "structured_outputs.grammar", "lark", outputs.grammar
+    yield "structured_outputs.structural_tag", "structural_tags", outputs.structural_tag
+    yield "guided_json", "json_schema", body.guided_json
+    yield "guided_regex", "regex", body.guided_regex
+    yield "guided_choice", "choice", body.guided_choice
+    yield "guided_grammar", "lark", body.guided_grammar
+    yield "structural_tag", "structural_tags", body.structural_tag
+    # Clients of these servers send an empty text for no constraint.
+    yield "regex", "regex", body.regex or None
+    yield "ebnf", "lark", body.ebnf or None
+    yield "grammar", "lark", body.grammar or None
+    yield "json_schema", "json_schema", body.json_schema or None
 
 
-def _of_schema(schema: JsonSchema | str) -> Constraint:
-    return Constraint(json_schema=schema if isinstance(schema, str) else schema_text(schema))
+def _constraint(kind: str, value: Any) -> Constraint:
+    match value:
+        case dict():
+            return Constraint(json_schema=schema_text(value))
+        case list():
+            return Constraint(choice=Choice(texts=value))
+        case ResponseFormat():
+            tags = [_tag(each, value.triggers or ()) for each in value.structures or ()]
+            return Constraint(structural_tags=StructuralTags(tags=tags))
+        case _:
+            return Constraint(**{kind: value})
 
 
-def _of_object() -> Constraint:
-    return Constraint(json_object=AnyJsonObject())
-
-
-def _of_regex(regex: str) -> Constraint:
-    return Constraint(regex=regex)
-
-
-def _of_choice(texts: list[str]) -> Constraint:
-    return Constraint(choice=Choice(texts=texts))
-
-
-def _of_grammar(grammar: str) -> Constraint:
-    return Constraint(lark=grammar)
-
-
-def _of_tags(format: ResponseFormat, *, no_white_space: bool) -> Constraint:
-    tags = [_tag(each, format.triggers or (), no_white_space=no_white_space) for each in format.structures or ()]
-    return Constraint(structural_tags=StructuralTags(tags=tags))
-
-
-def _tag(structure: TagStructure, triggers: Sequence[str], *, no_white_space: bool) -> StructuralTag:
+def _tag(structure: TagStructure, triggers: Sequence[str]) -> StructuralTag:
     """The trigger is the `begin` of the tag; the constrained part begins with the rest of the structure's `begin`."""
     trigger = next(each for each in triggers if structure.begin.startswith(each))
     rest = structure.begin.removeprefix(trigger)

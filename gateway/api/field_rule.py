@@ -181,9 +181,15 @@ class Strict(BaseModel):
 
 
 class Part(Strict):
-    """An object to which the rule applies; `unread` is its row in the table."""
+    """An object to which the rule applies.
+
+    Attributes:
+        unread: Its row in the table.
+        union_types: The types of fields in it that accept several, as errors of a body show them.
+    """
 
     unread: ClassVar[Unread] = NOTHING
+    union_types: ClassVar[Mapping[str, str]] = {}
 
     @property
     def undeclared(self) -> Mapping[str, Any]:
@@ -250,17 +256,17 @@ class FieldRule:
 
     def check(self, violations: Violations, body: Part, api: str) -> None:
         """Adds a violation for each refused field of the body and of the objects in it; records ignored fields."""
-        check = _Check(violations, self.is_strict)
-        for _ in check.steps(body):
+        ignored = IgnoredFields()
+        for _ in self._steps(violations, ignored, body):
             pass
-        self._note(api, check.ignored)
+        self._note(api, ignored)
 
     async def check_by_turns(self, violations: Violations, body: Part, api: str, turns: Turns) -> None:
         """Like `check`, but lets other calls run in between: a body may have a hundred thousand fields."""
-        check = _Check(violations, self.is_strict)
-        for _ in check.steps(body):
+        ignored = IgnoredFields()
+        for _ in self._steps(violations, ignored, body):
             await turns.pause()
-        self._note(api, check.ignored)
+        self._note(api, ignored)
 
     def leave_out(self, violations: Violations, api: str, paths: Mapping[str, str]) -> None:
         """Records omitted entries of lists, such as tools that cannot run here, as ignored. `paths` has their names or
@@ -268,11 +274,8 @@ class FieldRule:
         if self.is_strict:
             for path, name in paths.items():
                 violations.add(path, f'is "{name:.80}", which is not supported')
-            return
-        ignored = IgnoredFields()
-        for path, name in paths.items():
-            ignored.add(f"{path.removesuffix('.type')}.{name[:_MAX_NAME]}")
-        self._note(api, ignored)
+        else:
+            self.note(api, *(f"{path.removesuffix('.type')}.{name[:_MAX_NAME]}" for path, name in paths.items()))
 
     def note(self, api: str, *paths: str) -> None:
         """Records fields as ignored that are read, but that this model cannot obey."""
@@ -289,53 +292,40 @@ class FieldRule:
         if (of_call := _of_call.get()) is not None:
             of_call.merge(ignored)
 
-
-class _Check:
-    """Walks through the objects of one body."""
-
-    def __init__(self, violations: Violations, is_strict: bool) -> None:
-        self.ignored = IgnoredFields()
-        self._violations = violations
-        self._is_strict = is_strict
-
-    def steps(self, part: Part, path: str = "") -> Iterator[None]:
+    def _steps(self, violations: Violations, ignored: IgnoredFields, part: Part, path: str = "") -> Iterator[None]:
         """Checks an object and the objects in it. Other calls may run between two steps; a step takes a fraction of a
         millisecond if objects have few undeclared fields."""
-        self._check_own(part, path)
+        self._check_own(violations, ignored, part, path)
         for name, alias in _fields_with_parts(type(part)):
-            value = getattr(part, name)
+            value, place = getattr(part, name), _place(path, alias)
             if isinstance(value, Part):
-                yield from self.steps(value, _place(path, alias))
+                yield from self._steps(violations, ignored, value, place)
             elif isinstance(value, list):
-                place = _place(path, alias)
                 for position, entry in enumerate(typing.cast(list[Any], value)):
-                    if self._violations.are_enough:
+                    if violations.are_enough:
                         return
                     if isinstance(entry, Part):
-                        yield from self.steps(entry, f"{place}[{position}]")
+                        yield from self._steps(violations, ignored, entry, f"{place}[{position}]")
         yield
 
-    def _check_own(self, part: Part, path: str) -> None:
-        undeclared = part.undeclared
-        if not undeclared:
-            return
+    def _check_own(self, violations: Violations, ignored: IgnoredFields, part: Part, path: str) -> None:
         unread = part.unread
-        for name, value in undeclared.items():
+        for name, value in part.undeclared.items():
             if value is None or name in unread.silent:
                 continue
             values = unread.values_without_effect(name)
-            if values is None and not self._is_strict:
-                if self.ignored.is_full:
-                    self.ignored.count += 1
+            if values is None and not self.is_strict:
+                if ignored.is_full:
+                    ignored.count += 1
                 else:
-                    self.ignored.add(_place(path, name))
+                    ignored.add(_place(path, name))
             elif values is None:
                 known = "is not a known field" if path else "is not a field of this request"
-                self._violations.add(_place(path, name), known)
+                violations.add(_place(path, name), known)
             # `in` would treat 1 as equal to true.
             elif not any(isinstance(value, bool) is isinstance(each, bool) and value == each for each in values):
-                self._violations.add(_place(path, name), _UNSUPPORTED + unread.way_out(name))
-            if self._violations.are_enough:
+                violations.add(_place(path, name), _UNSUPPORTED + unread.way_out(name))
+            if violations.are_enough:
                 return
 
 

@@ -2,22 +2,25 @@
 the body."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, to_json
 
-from gateway.api.body import BodyLimits, load_json, validated, validated_by_turns
-from gateway.api.field_rule import Part
+from gateway.api.body import BodyLimits, load_json, validated
+from gateway.api.field_rule import FieldRule, Part
 from gateway.request.violations import Violations
 from gateway.turns import Turns
 from gateway.types import ChatMessage, Prompt, RequestOptions, write
 from quire.common.v1.common_pb2 import OutputOptions, SamplingParameters, StoppingParameters
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
-PartType = TypeVar("PartType", bound=Part)
+BodyType = TypeVar("BodyType", bound="ParsedBody")
+_ENTRIES_AT_ONCE = 512
+ONLY_STREAMS = "is true; it has an effect only if stream is true"
+"""The violation of `durable` without a stream."""
 Salt = Annotated[str, Field(min_length=1, max_length=256)]
 """vLLM's `cache_salt`."""
 # Protobuf messages of the parameters; a body has their fields at the top level.
@@ -32,47 +35,50 @@ TOOL_CHOICES = {
 """OpenAI's names of the modes of `tool_choice`."""
 
 
-@dataclass(frozen=True, slots=True)
-class LongList:
-    """The list in a body that may be long: messages, or items of a conversation.
+class ParsedBody(Part):
+    """A body that `parse` reads.
 
     Attributes:
-        name: The name of its field.
-        entries: Validates a slice of its entries.
+        api: The API's name in metrics.
+        long_list: The name of the list that may be long: messages, or items of a conversation.
+        entries: Validates a slice of that list; None if the body has no such list.
     """
 
-    name: str
-    entries: TypeAdapter[list[Any]]
+    api: ClassVar[str]
+    long_list: ClassVar[str] = "messages"
+    entries: ClassVar[TypeAdapter[list[Any]] | None] = None
+
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        """Adds violations for values that contradict each other. `rule` decides about omitted entries of lists."""
 
 
-async def parse(
-    kind: type[PartType],
-    data: bytes,
-    limits: BodyLimits,
-    long_list: LongList,
-    check: Callable[[Violations, PartType], None],
-    union_types: Mapping[str, str] | None = None,
-    *,
-    api: str,
-) -> PartType:
+async def parse(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
     """The body in `data`. Parses the JSON, then validates types, a few entries at a time, so that other calls can run
-    in between. The rule of `limits` decides about undeclared fields; `api` is the API's name in metrics.
+    in between. The rule of `limits` decides about undeclared fields.
 
     Raises:
         InvalidArgument: it is not JSON, a field has the wrong type, `check` found a violation, or there are too many
             entries.
     """
-    turns, types = Turns(), union_types or {}
+    turns = Turns()
     fields = await load_json(data, limits)
-    if isinstance(fields, dict):
-        name = long_list.name
-        if name in kind.model_fields and isinstance(fields.get(name), list):
-            fields[name] = await validated_by_turns(kind, fields, name, long_list.entries, types, turns)
-    body = validated(kind, fields, types)
+    if kind.entries is not None and isinstance(fields, dict) and isinstance(fields.get(kind.long_list), list):
+        found: list[Any] = []
+        for begin in range(0, len(fields[kind.long_list]), _ENTRIES_AT_ONCE):
+            some = fields[kind.long_list][begin : begin + _ENTRIES_AT_ONCE]
+            try:
+                found += kind.entries.validate_python(some)
+            except ValidationError:
+                # Entries are validated in slices, so the index in an error is relative to the slice.
+                validated(kind, fields | {kind.long_list: found + some})
+                raise
+            await turns.pause()
+        fields[kind.long_list] = found
+    body = validated(kind, fields)
     await turns.pause()
     violations = Violations()
-    await limits.rule.check_by_turns(violations, body, api, turns)
-    check(violations, body)
+    await limits.rule.check_by_turns(violations, body, kind.api, turns)
+    body.check(violations, limits.rule)
     violations.raise_if_any()
     return body
 

@@ -13,10 +13,9 @@ from pydantic import BaseModel, Field
 
 from gateway.api import field_rule
 from gateway.api.body import max_entries
-from gateway.api.constraint_fields import ConstraintFields, constraint_of, constraint_path
-from gateway.api.durable_streams import ONLY_STREAMS
-from gateway.api.field_rule import Part, Unread
-from gateway.api.fields import Names, Salt, options_of
+from gateway.api.constraint_fields import ConstraintFields, check_constraints, constraint_of, constraint_path
+from gateway.api.field_rule import FieldRule, Part, Unread
+from gateway.api.fields import ONLY_STREAMS, Names, ParsedBody, Salt, options_of
 from gateway.auth.caller import HIGHEST_PRIORITY, LOWEST_PRIORITY, current_caller
 from gateway.request.limits import MAX_LOGIT_BIAS, MAX_TIME_TO_LIVE_MS
 from gateway.request.violations import Violations
@@ -39,10 +38,17 @@ Element = TypeVar("Element")
 ListOf = Annotated[list[Element], Field(fail_fast=True)]
 
 
-class Body(Part):
-    """A body; `api` is the name of its API in metrics."""
+class Body(ParsedBody):
+    """A body of an API of OpenAI or vLLM."""
 
-    api: ClassVar[str]
+    union_types: ClassVar[Mapping[str, str]] = {
+        "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+        "stop": "a string or a list of strings",
+        "content": "a string or a list of text parts",
+        "early_stopping": 'true, false or "never"',
+        "guided_json": "an object or a string",
+        "json": "an object or a string",
+    }
 
     model: str | None = None
 
@@ -157,6 +163,10 @@ class GenerationBody(Body, ConstraintFields, SharedFields):
     # The extensions of Dynamo.
     nvext: Nvext | None = None
 
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        check_generation(violations, self)
+        check_constraints(violations, self)
+
 
 class CompletionBody(GenerationBody):
     api: ClassVar[str] = "completions"
@@ -166,17 +176,6 @@ class CompletionBody(GenerationBody):
     suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
-
-
-UNION_TYPES: Mapping[str, str] = {
-    "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
-    "stop": "a string or a list of strings",
-    "content": "a string or a list of text parts",
-    "early_stopping": 'true, false or "never"',
-    "guided_json": "an object or a string",
-    "json": "an object or a string",
-}
-"""The types of fields that accept several, as errors show them."""
 
 
 def check_generation(violations: Violations, body: GenerationBody) -> None:
@@ -243,6 +242,7 @@ def generation_options(
         prediction=body.prediction and body.prediction.text,
         prompt_logprobs=prompt_logprobs,
     )
+    hints = (body.nvext and body.nvext.agent_hints) or AgentHints()
     as_written = dict(options.as_written)
     _add_sampling(body, options.sampling, as_written)
     return dataclasses.replace(
@@ -252,9 +252,9 @@ def generation_options(
         truncation_side=body.truncation_side or "left",
         clamp=clamp,
         retain_ms=_hinted_retention_ms(body),
-        expected_tokens=_hinted_length(body),
+        expected_tokens=hints.osl if hints.osl is not None and hints.osl > 0 else None,
         # In vLLM's API lower values run earlier, in Quire higher values.
-        priority=_hinted_priority(body) if body.priority is None else -body.priority,
+        priority=_hinted_priority(hints) if body.priority is None else -body.priority,
         priority_sign=-1,
     )
 
@@ -282,20 +282,8 @@ def _prompt_logprobs(body: CompletionBody) -> int | None:
     return max((count for count in asked if count is not None), default=None)
 
 
-def _agent_hints(body: GenerationBody) -> AgentHints:
-    hints = None if body.nvext is None else body.nvext.agent_hints
-    return hints or AgentHints()
-
-
-def _hinted_length(body: GenerationBody) -> int | None:
-    """The expected number of tokens in the answer; None without a valid hint."""
-    length = _agent_hints(body).osl
-    return length if length is not None and length > 0 else None
-
-
-def _hinted_priority(body: GenerationBody) -> int | None:
+def _hinted_priority(hints: AgentHints) -> int | None:
     """The priority in an agent's hint, limited to the maximum of its key: a hint is never rejected."""
-    hints = _agent_hints(body)
     if hints.priority is None:
         return None
     return max(LOWEST_PRIORITY, min(hints.priority, current_caller().access.max_priority))

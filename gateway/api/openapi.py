@@ -66,8 +66,6 @@ class ApiRoute(Route):
         """The first paragraph of the endpoint's docstring is the description.
 
         Args:
-            events: The type of the data of each event, if a successful answer may be a stream of server-sent events.
-            names_events: Whether these events have names; otherwise [DONE] is the data of the last one.
             refuses: Whether the path never succeeds.
             statuses: Further statuses that have the same answer as 200.
             error: The type of the body of errors.

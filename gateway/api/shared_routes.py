@@ -14,7 +14,6 @@ from gateway.api.field_rule import Part
 from gateway.api.front import FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
-from gateway.request.generator import Generator
 from gateway.request.validation import check_model
 from quire.rpc.errors import NotFound
 
@@ -56,29 +55,6 @@ class UnloadAdapterBody(Part):
     lora_name: str
 
 
-def shared_routes(context: FrontContext) -> list[ApiRoute]:
-    """The routes."""
-    return [_cancel_route(context.generator), *_model_routes(context)]
-
-
-def _cancel_route(generator: Generator) -> ApiRoute:
-    async def cancel(request: Request) -> CancelledRequest:
-        """Ends a running request of any gateway, by its id or its answer's id. Its own call ends with an error."""
-        asked = request.path_params["request_id"]
-        prefix, _, rest = asked.partition("-")
-        ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
-        for position, request_id in enumerate(ids):
-            try:
-                await generator.cancel(request_id)
-                break
-            except NotFound:
-                if position == len(ids) - 1:
-                    raise
-        return {"id": asked, "object": "request", "cancelled": True}
-
-    return ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST")
-
-
 def _is_of_anthropic(request: Request) -> bool:
     """Whether the request comes from a client of Anthropic's API, which lists models at the same path."""
     return "anthropic-version" in request.headers
@@ -96,9 +72,24 @@ def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
     }
 
 
-def _model_routes(context: FrontContext) -> list[ApiRoute]:
+def shared_routes(context: FrontContext) -> list[ApiRoute]:
+    """The routes."""
     generator = context.generator
     base, adapters = generator.model.name, generator.adapters
+
+    async def cancel(request: Request) -> CancelledRequest:
+        """Ends a running request of any gateway, by its id or its answer's id. Its own call ends with an error."""
+        asked = request.path_params["request_id"]
+        prefix, _, rest = asked.partition("-")
+        ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
+        for position, request_id in enumerate(ids):
+            try:
+                await generator.cancel(request_id)
+                break
+            except NotFound:
+                if position == len(ids) - 1:
+                    raise
+        return {"id": asked, "object": "request", "cancelled": True}
 
     def described(name: str) -> ServedModelShape:
         lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
@@ -131,14 +122,14 @@ def _model_routes(context: FrontContext) -> list[ApiRoute]:
 
     async def load_adapter(request: Request) -> Response:
         """Serves a LoRA adapter under a name, for operators."""
-        body = await read_model(LoadAdapterBody, request, context.body_limits, {})
+        body = await read_model(LoadAdapterBody, request, context.body_limits)
         fields = {"name_field": "lora_name", "directory_field": "lora_path"}
         await adapters.load(body.lora_name, body.lora_path, replace=bool(body.load_inplace), **fields)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
         """Stops serving a LoRA adapter under its name, for operators. Running requests continue."""
-        body = await read_model(UnloadAdapterBody, request, context.body_limits, {})
+        body = await read_model(UnloadAdapterBody, request, context.body_limits)
         adapters.unload(body.lora_name, name_field="lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -146,6 +137,7 @@ def _model_routes(context: FrontContext) -> list[ApiRoute]:
         return ApiRoute(path, endpoint, method="POST", body=body, media_type="text/plain")
 
     return [
+        ApiRoute("/v1/requests/{request_id}/cancel", cancel, method="POST"),
         ApiRoute("/v1/models", models, answer=ServedModels),
         ApiRoute("/v1/models/{model:path}", model, answer=ServedModelShape),
         changing("/v1/load_lora_adapter", load_adapter, LoadAdapterBody),

@@ -20,10 +20,10 @@ from gateway.api.answers import (
     OPENAI,
     Dialect,
     ErrorAnswer,
+    client_request_id,
     error_answer,
     error_handlers,
     send_answer,
-    set_client_request_id,
 )
 from gateway.api.field_rule import IGNORED_HEADER, begin_call
 from gateway.api.front import Front, FrontContext, PageAccess
@@ -130,7 +130,7 @@ class EnvelopeMiddleware:
             set_incoming_context((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         request_id = next((value for name, value in scope["headers"] if name == _REQUEST_ID), None)
         if request_id is not None:
-            set_client_request_id(request_id.decode("latin-1"))
+            client_request_id.set(request_id.decode("latin-1"))
         ignored = begin_call()
         has_started = False
         kind: HttpAnswer | None = None

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from gateway.api import fields
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
 from gateway.api.generation_fields import Body
-from gateway.api.openai.read_openai import parse_body
 from gateway.request.counting import EntryLimits
 
 BodyType = TypeVar("BodyType", bound=Body)
@@ -18,8 +18,8 @@ STRICT_LIMITS = BodyLimits(1 << 22, EntryLimits(max_messages=10_000), rule=Field
 
 
 def parse(kind: type[BodyType], body: bytes | Mapping[str, Any], limits: BodyLimits = BODY_LIMITS) -> BodyType:
-    """The body as `parse_body` returns it; raises the same errors."""
-    parsing = parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), limits)
+    """The body as `fields.parse` returns it; raises the same errors."""
+    parsing = fields.parse(kind, body if isinstance(body, bytes) else json.dumps(body).encode(), limits)
     # In a thread: the caller may have an event loop.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, parsing).result()

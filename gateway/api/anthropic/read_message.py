@@ -5,25 +5,24 @@ A message of the user may contain tool results in addition to its text; each bec
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 
 from gateway.api import field_rule, fields
-from gateway.api.body import BodyLimits
-from gateway.api.durable_streams import ONLY_STREAMS
-from gateway.api.field_rule import Part, Unread
+from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
-    LongList,
     Names,
+    ParsedBody,
     Salt,
     as_parts,
     make_tool,
     numbered,
-    parse,
     schema_text,
     tag_of,
 )
@@ -40,10 +39,7 @@ class TextBlock(Part):
     text: str
 
 
-def _blocks(value: Any) -> Any:
-    return as_parts(value, "text")
-
-
+_blocks = partial(as_parts, kind="text")
 Texts = Annotated[
     list[Annotated[Annotated[TextBlock, Tag("<text>")], Discriminator(tag_of)]],
     BeforeValidator(_blocks, json_schema_input_type=str | list[TextBlock]),
@@ -221,10 +217,12 @@ class OutputConfig(Part):
     format: OutputFormat | None = None
 
 
-class TokensBody(Part):
+class TokensBody(ParsedBody):
     """The fields from which a prompt is made."""
 
+    api: ClassVar[str] = "messages"
     unread: ClassVar[Unread] = field_rule.MESSAGES
+    entries = TypeAdapter(list[Message])
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
     model: str | None = None
@@ -233,6 +231,14 @@ class TokensBody(Part):
     tool_choice: ToolChoiceFields | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        _check(violations, self)
+        if isinstance(self, MessageBody) and self.durable and not self.stream:
+            violations.add("durable", ONLY_STREAMS)
+        tools = enumerate(self.tools or ())
+        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, ServerTool)}
+        rule.leave_out(violations, self.api, left_out)
 
 
 class MessageBody(TokensBody):
@@ -250,32 +256,14 @@ class MessageBody(TokensBody):
     durable: bool | None = None
 
 
-BodyType = TypeVar("BodyType", bound=TokensBody)
-_MESSAGES = LongList("messages", TypeAdapter(list[Message]))
-
-
-async def parse_body(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Raises InvalidArgument like `parse`, also for values that contradict each other."""
-
-    def check(violations: Violations, body: TokensBody) -> None:
-        _check(violations, body)
-        if isinstance(body, MessageBody) and body.durable and not body.stream:
-            violations.add("durable", ONLY_STREAMS)
-        tools = enumerate(body.tools or ())
-        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, ServerTool)}
-        limits.rule.leave_out(violations, "messages", left_out)
-
-    return await parse(kind, data, limits, _MESSAGES, check, api="messages")
-
-
 def _check(violations: Violations, body: TokensBody) -> None:
     for position, message in enumerate(body.messages):
         for number, block in enumerate(message.content):
             if violations.are_enough:
                 return
-            role = _ROLES.get(type(block), message.role)
-            if message.role != role:
-                _add_misplaced(violations, position, number, block, role)
+            if message.role != (role := _ROLES.get(type(block), message.role)):
+                description = f'is "{getattr(block, "type", None)}", which only messages of the role {role} have'
+                violations.add(f"messages[{position}].content[{number}].type", description)
     if body.messages and (last := body.messages[-1]).role == "assistant":
         for number, block in enumerate(last.content):
             if isinstance(block, ToolUseBlock):
@@ -328,11 +316,6 @@ def _shown_tools(body: TokensBody) -> dict[str, ToolDefinition]:
             case _:
                 """The block does not change the tools."""
     return {place: tool for name, (place, tool) in known.items() if shown.get(name)}
-
-
-def _add_misplaced(violations: Violations, position: int, number: int, block: Part, role: str) -> None:
-    path = f"messages[{position}].content[{number}].type"
-    violations.add(path, f'is "{getattr(block, "type", None)}", which only messages of the role {role} have')
 
 
 def conversation_of(body: TokensBody) -> Conversation:

@@ -14,10 +14,8 @@ from starlette.responses import FileResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.answers import HTTP_STATUSES, ErrorAnswer, HttpError
-from gateway.api.batches.files import FileRow
-from gateway.api.batches.lines import BatchLimits, opened
-from gateway.api.batches.runner import Batches
-from gateway.api.batches.store import BatchStore
+from gateway.api.batches.runner import Batches, BatchLimits, opened
+from gateway.api.batches.store import BatchStore, FileRow
 from gateway.api.body import BodyLimits, max_entries, read_model
 from gateway.api.field_rule import NOTHING, Part, Unread
 from gateway.api.front import Front, FrontContext
@@ -177,7 +175,7 @@ class _BatchRoutes:
     async def create(self, request: Request) -> AnyObject:
         """Creates a batch: the requests of a file run when there is room."""
         store, caller = self._here.store, current_caller()
-        body = await read_model(BatchBody, request, self._body_limits, {})
+        body = await read_model(BatchBody, request, self._body_limits)
         violations = Violations()
         await self._body_limits.rule.check_by_turns(violations, body, "batches", Turns())
         if body.endpoint not in self._endpoints:

@@ -50,14 +50,6 @@ StreamResponse = TypeVar(
 FEW_TOKENS = 4096
 """Number of tokens that are added to a message in less than a millisecond."""
 
-_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-    FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
-}
-
 
 def options_of_generate(message: GenerateMessage) -> RequestOptions:
     """The caller's request, before validation. It refers to the message's lists without a copy: they may have millions
@@ -172,7 +164,7 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
                 finished=generation_pb2.SequenceFinished(
                     sequence_index=event.sequence_index,
                     num_tokens=event.num_tokens,
-                    finish_reason=_REASONS[event.reason],
+                    finish_reason=_reason(event.reason),
                     stop_string=event.stop_string,
                     stop_token_id=event.stop_token_id,
                     cumulative_logprob=event.cumulative_logprob,
@@ -244,7 +236,7 @@ def _generated_sequence(sequence: GeneratedSequence) -> generation_pb2.Generated
         text=sequence.text,
         token_ids=sequence.token_ids,
         logprobs=[_logprobs_message(position) for position in sequence.logprobs],
-        finish_reason=_REASONS[finished.reason],
+        finish_reason=_reason(finished.reason),
         stop_string=finished.stop_string,
         stop_token_id=finished.stop_token_id,
         cumulative_logprob=finished.cumulative_logprob,
@@ -262,3 +254,7 @@ def _logprobs_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs
 
 def _usage_message(usage: Usage) -> common_pb2.Usage:
     return common_pb2.Usage(**dataclasses.asdict(usage))
+
+
+def _reason(reason: FinishReason) -> common_pb2.FinishReason:
+    return getattr(common_pb2, f"FINISH_REASON_{reason.name}")

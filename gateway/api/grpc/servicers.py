@@ -1,4 +1,5 @@
-"""The services of quire.gateway.v1, implemented by the generator. The protos specify each method."""
+"""Quire's own gRPC API, which every gateway serves: the services of quire.gateway.v1, implemented by the generator. The
+protos specify each method."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -8,7 +9,19 @@ from typing import TypeVar
 
 import grpc.aio
 
-from gateway.api.grpc import gateway_messages
+from gateway.api.front import Front, FrontContext
+from gateway.api.grpc.gateway_messages import (
+    FEW_TOKENS,
+    client_offsets,
+    generated_response,
+    limits_message,
+    options_of_chat,
+    options_of_generate,
+    prompt_of,
+    replica_message,
+    stream_response,
+    tokenized_response,
+)
 from gateway.auth.caller import current_caller
 from gateway.replicas.events import Event
 from gateway.replicas.live import LiveRequest
@@ -18,51 +31,30 @@ from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answ
 from gateway.request.text_service import TextService
 from gateway.request.validation import check_model
 from gateway.types import RequestOptions, optional
-from quire.gateway.v1.generation_pb2 import (
-    CancelRequest,
-    CancelResponse,
-    ChatRequest,
-    ChatResponse,
-    ChatStreamRequest,
-    ChatStreamResponse,
-    DetokenizeRequest,
-    DetokenizeResponse,
-    GenerateRequest,
-    GenerateResponse,
-    GenerateStreamRequest,
-    GenerateStreamResponse,
-    ResumeStreamRequest,
-    ResumeStreamResponse,
-    TokenizeRequest,
-    TokenizeResponse,
-)
-from quire.gateway.v1.model_pb2 import (
-    Adapter,
-    GetModelRequest,
-    GetModelResponse,
-    GetServerInfoRequest,
-    GetServerInfoResponse,
-    ListAdaptersRequest,
-    ListAdaptersResponse,
-    ListModelsRequest,
-    ListModelsResponse,
-    LoadAdapterRequest,
-    LoadAdapterResponse,
-    Model,
-    Replica,
-    UnloadAdapterRequest,
-    UnloadAdapterResponse,
-)
+from quire.gateway.v1 import generation_pb2 as pb
+from quire.gateway.v1 import model_pb2, prefix_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
 from quire.rpc.errors import NotFound
 from quire.rpc.interceptors import REQUEST_ID_HEADER
 from quire.version import VERSION
 
 Context = grpc.aio.ServicerContext
-Response = TypeVar("Response", GenerateResponse, ChatResponse)
-StreamResponse = TypeVar("StreamResponse", GenerateStreamResponse, ChatStreamResponse, ResumeStreamResponse)
+Response = TypeVar("Response", pb.GenerateResponse, pb.ChatResponse)
+StreamResponse = TypeVar("StreamResponse", pb.GenerateStreamResponse, pb.ChatStreamResponse, pb.ResumeStreamResponse)
 # The time for which calls that only need information wait for a first scheduler.
 _PATIENCE_S = 2.0
+
+
+def open_front(context: FrontContext) -> Front:
+    """Opens the front."""
+    generator = context.generator
+    texts = TextService(generator)
+    services = {
+        pb.DESCRIPTOR.services_by_name["GenerationService"]: GenerationServicer(generator, texts),
+        model_pb2.DESCRIPTOR.services_by_name["ModelService"]: ModelServicer(generator, context.gateway_id),
+        prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]: PrefixServicer(texts),
+    }
+    return Front(servicers=services)
 
 
 class GenerationServicer:
@@ -70,55 +62,53 @@ class GenerationServicer:
         self._generator = generator
         self._texts = texts
 
-    async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
-        return await self._respond(GenerateResponse, gateway_messages.options_of_generate(request))
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        return await self._respond(pb.GenerateResponse, options_of_generate(request))
 
     async def GenerateStream(
-        self, request: GenerateStreamRequest, context: Context
-    ) -> AsyncIterator[GenerateStreamResponse]:
+        self, request: pb.GenerateStreamRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
         async with aclosing(
-            self._stream(GenerateStreamResponse, gateway_messages.options_of_generate(request), context)
+            self._stream(pb.GenerateStreamResponse, options_of_generate(request), context)
         ) as responses:
             async for response in responses:
                 yield response
 
-    async def Chat(self, request: ChatRequest, context: Context) -> ChatResponse:
-        return await self._respond(ChatResponse, gateway_messages.options_of_chat(request))
+    async def Chat(self, request: pb.ChatRequest, context: Context) -> pb.ChatResponse:
+        return await self._respond(pb.ChatResponse, options_of_chat(request))
 
-    async def ChatStream(self, request: ChatStreamRequest, context: Context) -> AsyncIterator[ChatStreamResponse]:
-        async with aclosing(
-            self._stream(ChatStreamResponse, gateway_messages.options_of_chat(request), context)
-        ) as responses:
+    async def ChatStream(self, request: pb.ChatStreamRequest, context: Context) -> AsyncIterator[pb.ChatStreamResponse]:
+        async with aclosing(self._stream(pb.ChatStreamResponse, options_of_chat(request), context)) as responses:
             async for response in responses:
                 yield response
 
-    async def ResumeStream(self, request: ResumeStreamRequest, context: Context) -> AsyncIterator[ResumeStreamResponse]:
-        async with self._generator.resume(request.request_id, gateway_messages.client_offsets(request)) as live:
+    async def ResumeStream(
+        self, request: pb.ResumeStreamRequest, context: Context
+    ) -> AsyncIterator[pb.ResumeStreamResponse]:
+        async with self._generator.resume(request.request_id, client_offsets(request)) as live:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, request.request_id),))
-            async for response in self._responses(ResumeStreamResponse, live, live.events()):
+            async for response in self._responses(pb.ResumeStreamResponse, live, live.events()):
                 yield response
 
-    async def Cancel(self, request: CancelRequest, context: Context) -> CancelResponse:
+    async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
         await self._generator.cancel(request.request_id)
-        return CancelResponse()
+        return pb.CancelResponse()
 
-    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         tokenized = await self._texts.tokenize(
             optional(request, "model"),
-            gateway_messages.prompt_of(request, "input"),
+            prompt_of(request, "input"),
             add_special_tokens=request.add_special_tokens or not request.HasField("add_special_tokens"),
         )
-        if len(tokenized.token_ids) <= gateway_messages.FEW_TOKENS:
-            return gateway_messages.tokenized_response(tokenized)
-        return await asyncio.to_thread(gateway_messages.tokenized_response, tokenized)
+        if len(tokenized.token_ids) <= FEW_TOKENS:
+            return tokenized_response(tokenized)
+        return await asyncio.to_thread(tokenized_response, tokenized)
 
-    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         text = await self._texts.detokenize(
-            optional(request, "model"),
-            request.token_ids,
-            include_special_tokens=request.include_special_tokens,
+            optional(request, "model"), request.token_ids, include_special_tokens=request.include_special_tokens
         )
-        return DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=text)
 
     async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
         with self._generator.call_memory(AS_MESSAGE) as memory:
@@ -127,7 +117,7 @@ class GenerationServicer:
 
     def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
         ((sequences, usage),) = results
-        return gateway_messages.generated_response(
+        return generated_response(
             kind, live.request.request_id, self._generator.name_of(live), sequences, usage, live.prompt_logprobs
         )
 
@@ -149,7 +139,7 @@ class GenerationServicer:
     ) -> AsyncIterator[StreamResponse]:
         request_id, name = live.request.request_id, self._generator.name_of(live)
         async for event in events:
-            make = partial(gateway_messages.stream_response, kind, request_id, name, event)
+            make = partial(stream_response, kind, request_id, name, event)
             yield await answer_event(live, event, make)
 
 
@@ -177,15 +167,17 @@ class ModelServicer:
         self._adapters = generator.adapters
         self._gateway_id = gateway_id
 
-    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+    async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
         names = self._adapters.names(current_caller())
-        return ListModelsResponse(models=[await self._describe(name) for name in names])
+        return model_pb2.ListModelsResponse(models=[await self._describe(name) for name in names])
 
-    async def GetModel(self, request: GetModelRequest, context: Context) -> GetModelResponse:
+    async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
         check_model(request.model, self._adapters.visible(current_caller(), request.model), NotFound)
-        return GetModelResponse(model=await self._describe(request.model))
+        return model_pb2.GetModelResponse(model=await self._describe(request.model))
 
-    async def LoadAdapter(self, request: LoadAdapterRequest, context: Context) -> LoadAdapterResponse:
+    async def LoadAdapter(
+        self, request: model_pb2.LoadAdapterRequest, context: Context
+    ) -> model_pb2.LoadAdapterResponse:
         served = await self._adapters.load(
             request.name,
             request.directory,
@@ -193,18 +185,22 @@ class ModelServicer:
             name_field="name",
             directory_field="directory",
         )
-        return LoadAdapterResponse(adapter=self._adapter(served))
+        return model_pb2.LoadAdapterResponse(adapter=self._adapter(served))
 
-    async def UnloadAdapter(self, request: UnloadAdapterRequest, context: Context) -> UnloadAdapterResponse:
+    async def UnloadAdapter(
+        self, request: model_pb2.UnloadAdapterRequest, context: Context
+    ) -> model_pb2.UnloadAdapterResponse:
         self._adapters.unload(request.name, name_field="name")
-        return UnloadAdapterResponse()
+        return model_pb2.UnloadAdapterResponse()
 
-    async def ListAdapters(self, request: ListAdaptersRequest, context: Context) -> ListAdaptersResponse:
-        return ListAdaptersResponse(adapters=map(self._adapter, self._adapters.listed(current_caller())))
+    async def ListAdapters(
+        self, request: model_pb2.ListAdaptersRequest, context: Context
+    ) -> model_pb2.ListAdaptersResponse:
+        return model_pb2.ListAdaptersResponse(adapters=map(self._adapter, self._adapters.listed(current_caller())))
 
-    def _adapter(self, served: ServedAdapter) -> Adapter:
+    def _adapter(self, served: ServedAdapter) -> model_pb2.Adapter:
         named = served.named
-        return Adapter(
+        return model_pb2.Adapter(
             name=named.name,
             parent=self._model.name,
             digest=named.digest.hex(),
@@ -212,25 +208,27 @@ class ModelServicer:
             directory=named.directory if current_caller().access.is_operator else "",
         )
 
-    async def GetServerInfo(self, request: GetServerInfoRequest, context: Context) -> GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: model_pb2.GetServerInfoRequest, context: Context
+    ) -> model_pb2.GetServerInfoResponse:
         limits = await self._generator.limits(_PATIENCE_S)
-        return GetServerInfoResponse(
+        return model_pb2.GetServerInfoResponse(
             version=VERSION,
             gateway_id=self._gateway_id,
             replicas=self._replicas() if current_caller().access.is_operator else [],
-            limits=gateway_messages.limits_message(limits),
+            limits=limits_message(limits),
         )
 
-    def _replicas(self) -> list[Replica]:
+    def _replicas(self) -> list[model_pb2.Replica]:
         return [
-            gateway_messages.replica_message(address, link.is_connected, link.welcome, link.loading)
+            replica_message(address, link.is_connected, link.welcome, link.loading)
             for address, link in self._generator.replicas.links.items()
         ]
 
-    async def _describe(self, name: str) -> Model:
+    async def _describe(self, name: str) -> model_pb2.Model:
         limits = await self._generator.limits(_PATIENCE_S)
         welcome = self._generator.replicas.welcomes[0]
-        return Model(
+        return model_pb2.Model(
             name=name,
             architecture=self._model.architecture,
             dtype=welcome.dtype,
@@ -249,7 +247,7 @@ class PrefixServicer:
     async def PinPrefix(self, request: PinPrefixRequest, context: Context) -> PinPrefixResponse:
         pin = await self._texts.pin(
             optional(request, "model"),
-            gateway_messages.prompt_of(request, "prefix"),
+            prompt_of(request, "prefix"),
             optional(request, "time_to_live_ms"),
             timeout_s=context.time_remaining(),
         )

@@ -16,9 +16,8 @@ from pydantic_core import from_json
 from gateway.api.answer_parts import logprobs_by_token_id
 from gateway.api.answers import as_json
 from gateway.api.body import validated
-from gateway.api.constraint_fields import check_constraints
 from gateway.api.field_rule import FieldRule
-from gateway.api.generation_fields import UNION_TYPES, CompletionBody, check_generation, completion_options, names_of
+from gateway.api.generation_fields import CompletionBody, completion_options, names_of
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import (
@@ -36,6 +35,7 @@ from quire.inference import open_inference_pb2 as pb
 
 Value = bytes | bool
 Element = bytes | int | float
+_Row = tuple[bytes, bytes, float, bytes, int, int]
 InputTensor = pb.ModelInferRequest.InferInputTensor
 OutputTensor = pb.ModelInferRequest.InferRequestedOutputTensor
 
@@ -158,8 +158,11 @@ def read_inputs(request: pb.ModelInferRequest, datatypes: Mapping[str, str]) -> 
         if tensor.name in found:
             violations.add(f"{field}.name", f'is "{shortened(tensor.name)}", which is repeated')
         elif _check_head(violations, field, tensor, datatypes):
-            contents = f"raw_input_contents[{position}]" if raw else f"{field}.contents.{_CONTENTS[tensor.datatype]}"
-            values = _raw_values(tensor, raw[position]) if raw else _typed_values(tensor)
+            if raw:
+                contents, values = f"raw_input_contents[{position}]", values_of_bytes(tensor.datatype, raw[position])
+            else:
+                contents = f"{field}.contents.{_CONTENTS[tensor.datatype]}"
+                values = getattr(tensor.contents, _CONTENTS[tensor.datatype])
             _check_shape(violations, field, tensor, values, contents)
             found[tensor.name] = Tensor(field, contents, values or [])
     violations.raise_if_any()
@@ -170,17 +173,6 @@ def check_tensor_parameters(violations: Violations, field: str, tensor: InputTen
     for name, description in _REFUSED_OF_TENSORS.items():
         if name in tensor.parameters:
             violations.add(f'{field}.parameters["{name}"]', description)
-
-
-def add_output(
-    response: pb.ModelInferResponse, name: str, datatype: str, values: Sequence[Element], *, raw: bool
-) -> None:
-    """Adds a tensor of shape [number of values] and datatype BYTES, UINT32 or FP32."""
-    tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
-    if raw:
-        response.raw_output_contents.append(bytes_of(datatype, values))
-    else:
-        getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
 
 
 def _check_head(violations: Violations, field: str, tensor: InputTensor, datatypes: Mapping[str, str]) -> bool:
@@ -215,14 +207,10 @@ def _check_shape(
         violations.add(f"{field}.shape", f"is {shape}, of {shape[0]:,} elements; {len(values):,} came in {contents}")
 
 
-def _typed_values(tensor: InputTensor) -> Sequence[Value]:
-    return getattr(tensor.contents, _CONTENTS[tensor.datatype])
-
-
-def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
+def values_of_bytes(datatype: str, data: bytes) -> list[Value] | None:
     """The elements in `data`; None if it is invalid for the datatype. Reads at most one element beyond the maximum."""
     enough = MAX_ELEMENTS + 1
-    if tensor.datatype == "BOOL":
+    if datatype == "BOOL":
         return [byte != 0 for byte in data[:enough]]
     values: list[Value] = []
     position = 0
@@ -238,22 +226,13 @@ def _raw_values(tensor: InputTensor, data: bytes) -> list[Value] | None:
     return values
 
 
-def values_of_bytes(datatype: str, data: bytes) -> list[Value] | None:
-    """The elements in the binary data of a tensor in HTTP; None if the data is not valid for the datatype."""
-    return _raw_values(InputTensor(datatype=datatype), data)
-
-
 def bytes_of(datatype: str, values: Sequence[Element]) -> bytes:
     """The elements of an output as bytes."""
     return b"".join(map(_RAW_ELEMENTS[datatype], values))
 
 
-def _raw_bytes(value: bytes) -> bytes:
-    return _SIZE.pack(len(value)) + value
-
-
 _RAW_ELEMENTS: Mapping[str, Callable[[Any], bytes]] = {
-    "BYTES": _raw_bytes,
+    "BYTES": lambda value: _SIZE.pack(len(value)) + value,
     "UINT32": struct.Struct("<I").pack,
     "FP32": struct.Struct("<f").pack,
 }
@@ -282,10 +261,9 @@ class SamplingFields:
         """The body of a completion. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
         with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
-            body, violations = validated(CompletionBody, self.values, UNION_TYPES), Violations()
+            body, violations = validated(CompletionBody, self.values), Violations()
             rule.check(violations, body, "kserve")
-            check_generation(violations, body)
-            check_constraints(violations, body)
+            body.check(violations, rule)
             violations.raise_if_any()
             return body
 
@@ -299,7 +277,13 @@ def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -
     violations = Violations()
     if not violations.check_count("parameters", request.parameters, MAX_PARAMETERS):
         violations.raise_if_any()
-    own = _own_fields(violations, request)
+    own: dict[str, Any] = {}
+    for name, parameter in request.parameters.items():
+        choice = parameter.WhichOneof("parameter_choice")
+        if choice is not None and not name.startswith(_SERVER_PREFIX):
+            own[name[:_MAX_NAME]] = getattr(parameter, choice)
+        elif choice is None and not name.startswith(_SERVER_PREFIX):
+            violations.add(_parameter_path(name[:_MAX_NAME]), "has no value")
     in_tensor = {} if tensor is None else _json_fields(violations, tensor)
     paths = {name: _parameter_path(name) for name in own}
     if tensor is not None:
@@ -315,19 +299,6 @@ def read_sampling_fields(request: pb.ModelInferRequest, tensor: Tensor | None) -
 
 def _parameter_path(name: str) -> str:
     return f'parameters["{name}"]'
-
-
-def _own_fields(violations: Violations, request: pb.ModelInferRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, parameter in request.parameters.items():
-        choice = parameter.WhichOneof("parameter_choice")
-        if name.startswith(_SERVER_PREFIX):
-            continue
-        if choice is None:
-            violations.add(_parameter_path(name[:_MAX_NAME]), "has no value")
-        else:
-            fields[name[:_MAX_NAME]] = getattr(parameter, choice)
-    return fields
 
 
 def _json_fields(violations: Violations, tensor: Tensor) -> dict[str, Any]:
@@ -418,13 +389,20 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     body = sampling.body(rule)
     if streams and (body.n or 1) > 1:
         violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
-    logprobs = _logprobs(violations, body, sampling, outputs)
+    if body.logprobs is not None and "logprobs" not in outputs:
+        violations.add(
+            sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
+        )
     violations.raise_if_any()
+    logprobs = body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
     body = body.model_copy(update={"model": request.model_name, "logprobs": logprobs})
+    # All requests share one object with their parameters. The protocol's ids may repeat among running requests, so the
+    # gateway generates its own.
+    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
     return Inference(
         id=request.id,
         prompts=prompts,
-        options=_options(body, prompts),
+        options=tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts),
         streams=streams,
         includes_input=not streams and not flags["exclude_input_in_output"],
         outputs=outputs,
@@ -436,38 +414,18 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     )
 
 
-def _logprobs(
-    violations: Violations, body: CompletionBody, sampling: SamplingFields, outputs: frozenset[str]
-) -> int | None:
-    """The number of most likely tokens that the generator reports; None for no log probabilities."""
-    if body.logprobs is not None and "logprobs" not in outputs:
-        violations.add(
-            sampling.path("logprobs"), "is set, and the input return_logprobs is not; set that to get log probabilities"
-        )
-    return body.logprobs if outputs.isdisjoint(_OF_LOGPROBS) else body.logprobs or 0
-
-
-def _options(body: CompletionBody, prompts: Sequence[str]) -> tuple[RequestOptions, ...]:
-    """One request for each prompt. All requests share one object with their parameters."""
-    # The protocol's ids may repeat among running requests, so the gateway generates its own.
-    options = dataclasses.replace(completion_options(body, None, ""), request_id=None)
-    return tuple(dataclasses.replace(options, prompt=TextPrompt(prompt)) for prompt in prompts)
-
-
 def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
     tensor = inputs.get("text_input")
     if tensor is None:
         violations.add("inputs", "has no text_input")
         return ()
-    return tuple(_text(violations, tensor, position) for position in range(len(tensor.values)))
-
-
-def _text(violations: Violations, tensor: Tensor, position: int) -> str:
-    try:
-        return bytes(tensor.values[position]).decode()
-    except UnicodeDecodeError:
-        violations.add(tensor.element(position), "is not valid UTF-8")
-        return ""
+    prompts: list[str] = []
+    for position, value in enumerate(tensor.values):
+        try:
+            prompts.append(bytes(value).decode())
+        except UnicodeDecodeError:
+            violations.add(tensor.element(position), "is not valid UTF-8")
+    return tuple(prompts)
 
 
 def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
@@ -514,59 +472,53 @@ class Responder:
 
     def whole(self, results: Sequence[Result]) -> pb.ModelInferResponse:
         """All sequences of all prompts, in the order of the prompts; `results` has one entry per prompt."""
-        rows = [
-            (prompt, sequence, usage)
-            for prompt, (sequences, usage) in zip(self._inference.prompts, results, strict=True)
-            for sequence in sequences
-        ]
-        before = [prompt if self._inference.includes_input else "" for prompt, _, _ in rows]
-        sequences = [sequence for _, sequence, _ in rows]
-        return self._response(
-            {
-                "text_output": [f"{text}{each.text}".encode() for text, each in zip(before, sequences, strict=True)],
-                "finish_reason": [each.finished.reason.value.encode() for each in sequences],
-                "cumulative_logprob": [_summed(each.logprobs) for each in sequences],
-                "logprobs": [self._logprobs(each.logprobs) for each in sequences],
-                "num_input_tokens": [usage.prompt_tokens for _, _, usage in rows],
-                "num_output_tokens": [each.finished.num_tokens for each in sequences],
-            }
-        )
+        rows: list[_Row] = []
+        for prompt, (sequences, usage) in zip(self._inference.prompts, results, strict=True):
+            before = prompt if self._inference.includes_input else ""
+            for each in sequences:
+                text, finished = f"{before}{each.text}", each.finished
+                logprob = _summed(each.logprobs)
+                rows.append(self._row(text, finished, logprob, each.logprobs, usage.prompt_tokens, finished.num_tokens))
+        return self._response(rows)
 
     def piece(self, chunk: Chunk) -> pb.ModelStreamInferResponse:
         """The next piece of a streamed text; the cumulative log probability covers all pieces so far."""
         self._cumulative_logprob += _summed(chunk.logprobs)
-        return self._in_stream(chunk.text, "", self._logprobs(chunk.logprobs), 0, len(chunk.token_ids), is_final=False)
+        row = self._row(chunk.text, None, self._cumulative_logprob, chunk.logprobs, 0, len(chunk.token_ids))
+        return in_stream(self._response([row]), is_final=False)
 
     def last(self, finished: Finished, usage: Usage) -> pb.ModelStreamInferResponse:
         """The end of a streamed text, with the finish reason and the number of prompt tokens."""
-        logprobs = self._logprobs([])
-        return self._in_stream("", finished.reason.value, logprobs, usage.prompt_tokens, 0, is_final=True)
+        row = self._row("", finished, self._cumulative_logprob, [], usage.prompt_tokens, 0)
+        return in_stream(self._response([row]), is_final=True)
 
-    def _in_stream(
-        self, text: str, reason: str, logprobs: bytes, num_input: int, num_output: int, *, is_final: bool
-    ) -> pb.ModelStreamInferResponse:
-        values: dict[str, list[Element]] = {
-            "text_output": [text.encode()],
-            "finish_reason": [reason.encode()],
-            "cumulative_logprob": [self._cumulative_logprob],
-            "logprobs": [logprobs],
-            "num_input_tokens": [num_input],
-            "num_output_tokens": [num_output],
-        }
-        return in_stream(self._response(values), is_final=is_final)
+    def _row(
+        self,
+        text: str,
+        finished: Finished | None,
+        cumulative_logprob: float,
+        logprobs: Iterable[PositionLogprobs],
+        num_input: int,
+        num_output: int,
+    ) -> _Row:
+        """One element for each of `OUTPUTS`. Log probabilities are JSON: for each position an object with the chosen
+        and the most likely tokens, by id."""
+        shown, reason = b"", b"" if finished is None else finished.reason.value.encode()
+        if "logprobs" in self._inference.outputs:
+            shown = as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))
+        return text.encode(), reason, cumulative_logprob, shown, num_input, num_output
 
-    def _logprobs(self, logprobs: Iterable[PositionLogprobs]) -> bytes:
-        """Log probabilities as JSON: for each position an object with the chosen and the most likely tokens, by id."""
-        if "logprobs" not in self._inference.outputs:
-            return b""
-        return as_json(logprobs_by_token_id(self._texts, logprobs, self._inference.num_top))
-
-    def _response(self, values: dict[str, list[Element]]) -> pb.ModelInferResponse:
+    def _response(self, rows: Sequence[_Row]) -> pb.ModelInferResponse:
         inference = self._inference
         response = pb.ModelInferResponse(model_name=self._model, model_version=MODEL_VERSION, id=inference.id)
-        for name, datatype in OUTPUTS.items():
-            if name in inference.outputs:
-                add_output(response, name, datatype, values[name], raw=inference.raw)
+        for (name, datatype), values in zip(OUTPUTS.items(), zip(*rows, strict=True), strict=True):
+            if name not in inference.outputs:
+                continue
+            tensor = response.outputs.add(name=name, datatype=datatype, shape=[len(values)])
+            if inference.raw:
+                response.raw_output_contents.append(bytes_of(datatype, values))
+            else:
+                getattr(tensor.contents, _CONTENTS[datatype]).extend(values)
         return response
 
 

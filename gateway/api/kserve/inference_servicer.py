@@ -9,7 +9,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -92,13 +92,17 @@ class KServeServicer:
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context | None
     ) -> pb.ModelMetadataResponse:
-        self._check_model("name", request.name)
-        _check_version("version", request.version)
-        return _model_metadata(request.name)
+        self._check_target(request.name, request.version)
+        return pb.ModelMetadataResponse(
+            name=request.name,
+            versions=[MODEL_VERSION],
+            platform=_PLATFORM,
+            inputs=_tensors(INPUTS),
+            outputs=_tensors(OUTPUTS),
+        )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context | None) -> pb.ModelConfigResponse:
-        self._check_model("name", request.name)
-        _check_version("version", request.version)
+        self._check_target(request.name, request.version)
         return pb.ModelConfigResponse(config=_model_config(request.name))
 
     async def ModelStatistics(
@@ -107,7 +111,7 @@ class KServeServicer:
         if not current_caller().access.is_operator:
             raise PermissionDenied("statistics are for the API keys of operators", reason="OPERATORS_ONLY")
         if request.name:
-            self._check_model("name", request.name)
+            self._check_target(request.name, request.version)
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
         if self._visible_name(self._model_name) is not None:
@@ -128,7 +132,7 @@ class KServeServicer:
         return response
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
-        self._check_target(request)
+        self._check_target(request.model_name, request.model_version, "model_")
         return await self._whole(read_inference(request, self.rule, in_stream=False))
 
     async def ModelStreamInfer(
@@ -143,7 +147,7 @@ class KServeServicer:
 
     async def answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream. Raises QuireError."""
-        self._check_target(request)
+        self._check_target(request.model_name, request.model_version, "model_")
         inference = read_inference(request, self.rule, in_stream=True)
         if not inference.streams:
             yield in_stream(await self._whole(inference), is_final=True)
@@ -195,15 +199,11 @@ class KServeServicer:
             inference.options[0].model or self._model_name, inference, self._generator.model.tokenizer.token_texts
         )
 
-    def _check_target(self, request: pb.ModelInferRequest) -> None:
-        """Raises NotFound if the request names another model or another version."""
-        self._check_model("model_name", request.model_name)
-        _check_version("model_version", request.model_version)
-
-    def _check_model(self, field: str, name: str) -> None:
-        """Raises NotFound if the field names another model than the served one."""
+    def _check_target(self, name: str, version: str, prefix: str = "") -> None:
+        """Raises NotFound for another model or another version. `prefix` begins the names of their fields."""
         if (violation := wrong_model(name, self._visible_name(name))) is not None:
-            raise NotFound(f"{field} {violation.description}", reason="MODEL_NOT_FOUND")
+            raise NotFound(f"{prefix}name {violation.description}", reason="MODEL_NOT_FOUND")
+        _check_version(f"{prefix}version", version)
 
     def _visible_name(self, named: str) -> str | None:
         return self._generator.adapters.visible(current_caller(), named)
@@ -240,10 +240,36 @@ async def answer_all(
     Raises:
         Exception: an error of the requests or of an answer. All running answers are cancelled.
     """
-    answers = _Answers(answer)
-    reading = asyncio.create_task(answers.read_to_the_end(requests))
+    # Responses, one at a time, and None after the last one.
+    responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
+    places = asyncio.Semaphore(MAX_RUNNING)
+
+    async def answer_one(request: Request) -> None:
+        try:
+            async with aclosing(answer(request)) as own:
+                async for response in own:
+                    await responses.put(response)
+        finally:
+            places.release()
+
+    async def read_to_the_end() -> None:
+        # If this is cancelled, the queue has no reader, so adding the None must not wait.
+        try:
+            async with asyncio.TaskGroup() as running:
+                await places.acquire()
+                async for request in requests:
+                    release = keep_memory()
+                    # As a callback, since a task that is cancelled before it begins runs none of its code.
+                    running.create_task(answer_one(request)).add_done_callback(lambda _, release=release: release())
+                    await places.acquire()
+        except Exception:
+            await responses.put(None)
+            raise
+        await responses.put(None)
+
+    reading = asyncio.create_task(read_to_the_end())
     try:
-        while (response := await answers.responses.get()) is not None:
+        while (response := await responses.get()) is not None:
             yield response
         await reading
     except ExceptionGroup as group:
@@ -251,41 +277,6 @@ async def answer_all(
     finally:
         reading.cancel()
         await asyncio.wait([reading])
-
-
-class _Answers(Generic[Request, Response]):
-    """The running answers. `responses` has their responses, one at a time, and None after the last one."""
-
-    def __init__(self, answer: Callable[[Request], AsyncGenerator[Response, None]]) -> None:
-        self.responses: asyncio.Queue[Response | None] = asyncio.Queue(maxsize=1)
-        self._answer = answer
-        self._places = asyncio.Semaphore(MAX_RUNNING)
-
-    async def read_to_the_end(self, requests: AsyncIterator[Request]) -> None:
-        # If this is cancelled, the queue has no reader, so adding the None must not wait.
-        try:
-            await self._read(requests)
-        except Exception:
-            await self.responses.put(None)
-            raise
-        await self.responses.put(None)
-
-    async def _read(self, requests: AsyncIterator[Request]) -> None:
-        async with asyncio.TaskGroup() as running:
-            await self._places.acquire()
-            async for request in requests:
-                release_memory = keep_memory()
-                # As a callback, since a task that is cancelled before it begins runs none of its code.
-                running.create_task(self._run(request)).add_done_callback(lambda _, release=release_memory: release())
-                await self._places.acquire()
-
-    async def _run(self, request: Request) -> None:
-        try:
-            async with aclosing(self._answer(request)) as responses:
-                async for response in responses:
-                    await self.responses.put(response)
-        finally:
-            self._places.release()
 
 
 class UnservedMethods(grpc.GenericRpcHandler):
@@ -306,12 +297,6 @@ class UnservedMethods(grpc.GenericRpcHandler):
             raise Unimplemented(f"{shortened(name)} is not served here; {way_out}")
 
         return grpc.unary_unary_rpc_method_handler(refuse)
-
-
-def _model_metadata(name: str) -> pb.ModelMetadataResponse:
-    return pb.ModelMetadataResponse(
-        name=name, versions=[MODEL_VERSION], platform=_PLATFORM, inputs=_tensors(INPUTS), outputs=_tensors(OUTPUTS)
-    )
 
 
 def _model_config(name: str) -> pb.ModelConfig:

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
@@ -16,8 +17,7 @@ from gateway.api.answers import LazyList
 from gateway.api.custom_tools import InputPieces, custom_input
 from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
 from gateway.api.openai import answers
-from gateway.api.openai.conversation import Message, ToolChoiceObject, custom_tools, message_text
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.schemas import ChatBody, Message, ToolChoiceObject, custom_tools, message_text
 from gateway.replicas.events import (
     Chunk,
     Finished,
@@ -123,33 +123,34 @@ def _token_counts(prompt_tokens: int, completion_tokens: int) -> answers.TokenCo
     }
 
 
+@dataclass(slots=True, eq=False)
 class CompletionLogprobs:
-    """Log probabilities of one choice of a completion. It tracks the offset of each token in the choice's text."""
+    """Log probabilities of one choice of a completion.
 
-    def __init__(
-        self, texts: TokenTexts | NamedByIds, detokenizer: TextPieces, num_top: int, *, text_offset: int = 0
-    ) -> None:
-        """`text_offset` is the number of characters of the choice's text before its first token."""
-        self._texts = texts
-        self._detokenizer = detokenizer
-        self._num_top = num_top
-        self._offset = text_offset
+    Attributes:
+        text_offset: The number of characters of the choice's text before the next token.
+    """
+
+    texts: TokenTexts | NamedByIds
+    detokenizer: TextPieces
+    num_top: int
+    text_offset: int = 0
 
     def keys(self, token_ids: TokenIds) -> Iterator[str]:
-        return (self._texts.key_of(int(token_id)) for token_id in token_ids)
+        return (self.texts.key_of(int(token_id)) for token_id in token_ids)
 
     def offsets(self, token_ids: TokenIds) -> Iterator[int]:
         """The offsets of the next tokens of the choice in its text."""
         for token_id in token_ids:
-            yield self._offset
-            self._offset += len(self._detokenizer.push(int(token_id)))
+            yield self.text_offset
+            self.text_offset += len(self.detokenizer.push(int(token_id)))
 
     def top(self, entry: PositionLogprobs | None) -> dict[str, float] | None:
         """The most likely tokens, and the chosen token if it is not one of them."""
         if entry is None:
             return None
-        top = {self._texts.key_of(each.token_id): finite(each.logprob) for each in entry.top[: self._num_top]}
-        return top | {self._texts.key_of(entry.chosen.token_id): finite(entry.chosen.logprob)}
+        entries = (*entry.top[: self.num_top], entry.chosen)
+        return {self.texts.key_of(each.token_id): finite(each.logprob) for each in entries}
 
 
 LogprobsPart = tuple[CompletionLogprobs, TokenIds, Iterable[PositionLogprobs | None]]
@@ -465,61 +466,43 @@ class CompletionShaper:
     def _make_choice(self, prompt: Prompt | None, echo: str, live: LiveRequest) -> "_Choice":
         request = live.request
         if self._body.logprobs is None:
-            return _Choice(live, echo, None, None)
-        shapers = [
-            CompletionLogprobs(
-                NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts,
-                self._tokenizer.detokenizer(include_special_tokens=with_special_tokens, prompt=before),
-                num_top,
-                text_offset=text_offset,
-            )
-            # A text prompt is echoed unchanged, without the special tokens before it.
-            for with_special_tokens, before, text_offset, num_top in (
-                (
-                    request.output.include_special_tokens and not isinstance(prompt, TextPrompt),
-                    (),
-                    0,
-                    self._body.logprobs,
-                ),
-                (
-                    request.output.include_special_tokens,
-                    request.prompt_token_ids,
-                    len(echo),
-                    request.logprobs or 0,
-                ),
-            )
-        ]
-        return _Choice(live, echo, shapers[0] if self._body.echo else None, shapers[1])
+            return _Choice(live, echo)
+        texts = NamedByIds(self._texts) if self._body.return_tokens_as_token_ids else self._texts
+        with_special_tokens = request.output.include_special_tokens
+        detokenizer = self._tokenizer.detokenizer(
+            include_special_tokens=with_special_tokens, prompt=request.prompt_token_ids
+        )
+        logprobs = CompletionLogprobs(texts, detokenizer, request.logprobs or 0, len(echo))
+        if not self._body.echo:
+            return _Choice(live, echo, logprobs)
+        # A text prompt is echoed unchanged, without the special tokens before it.
+        is_text = isinstance(prompt, TextPrompt)
+        detokenizer = self._tokenizer.detokenizer(include_special_tokens=with_special_tokens and not is_text)
+        return _Choice(live, echo, logprobs, CompletionLogprobs(texts, detokenizer, self._body.logprobs))
 
 
+@dataclass(slots=True, eq=False)
 class _Choice:
     """One choice of a stream. Its first piece has the prompt if the answer echoes it."""
 
-    def __init__(
-        self,
-        live: LiveRequest,
-        echo: str,
-        prompt_logprobs: CompletionLogprobs | None,
-        logprobs: CompletionLogprobs | None,
-    ) -> None:
-        self._live = live
-        self._echo = echo
-        self._prompt_logprobs = prompt_logprobs
-        self._logprobs = logprobs
+    live: LiveRequest
+    echo: str
+    logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: CompletionLogprobs | None = None
 
     def take(self, chunk: Chunk) -> answers.CompletionPiece:
         """The next piece of the choice: text and log probabilities."""
-        text, self._echo = self._echo + chunk.text, ""
+        text, self.echo = self.echo + chunk.text, ""
         return {"text": text, "logprobs": self._shape(chunk)}
 
     def _shape(self, chunk: Chunk) -> answers.CompletionLogprobs | None:
-        if self._logprobs is None:
+        if self.logprobs is None:
             return None
-        part: LogprobsPart = self._logprobs, chunk.token_ids, chunk.logprobs
-        if self._prompt_logprobs is None:
+        part: LogprobsPart = self.logprobs, chunk.token_ids, chunk.logprobs
+        if self.prompt_logprobs is None:
             return completion_logprobs(part) if chunk.token_ids else None
         # The first token of a prompt has no log probability.
-        entries = LazyList(lambda: chain([None], self._live.prompt_logprobs))
-        prompt: LogprobsPart = self._prompt_logprobs, self._live.request.prompt_token_ids, entries
-        self._prompt_logprobs = None
+        entries = LazyList(lambda: chain([None], self.live.prompt_logprobs))
+        prompt: LogprobsPart = self.prompt_logprobs, self.live.request.prompt_token_ids, entries
+        self.prompt_logprobs = None
         return completion_logprobs(prompt, part)

@@ -17,8 +17,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.api.answers import OPENAI, as_json, error_answer
-from gateway.api.durable_streams import EventId, EventWriter
 from gateway.api.leased_runs import RENEW_S, LeasedRun, LeasedRuns
+from gateway.api.respond import EventId, EventWriter
 from gateway.api.responses.background_store import (
     CANCELLED,
     FAILED,
@@ -28,7 +28,6 @@ from gateway.api.responses.background_store import (
     Background,
     BackgroundStore,
     Piece,
-    no_background,
 )
 from gateway.api.responses.calls import ResponseCall
 from gateway.api.responses.write_response import ResponseShaper, error_event, output_so_far
@@ -44,7 +43,7 @@ from gateway.request.violations import renaming
 from gateway.sqlite import NotOwnerError
 from gateway.turns import TOKENS_PER_TURN, Turns
 from gateway.types import ChatMessage
-from quire.rpc.errors import Internal, QuireError, Unauthenticated, Unavailable, invalid_field
+from quire.rpc.errors import Internal, NotFound, QuireError, Unauthenticated, Unavailable, invalid_field
 from quire.runtime import entropy
 from quire.runtime.failpoint import failpoint
 
@@ -181,7 +180,8 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
                 changed = news.event
                 status, pieces = await self._store.run(self._store.pieces, tenant, response_id, after)
                 if status is None:
-                    raise no_background(response_id)
+                    known = f'response "{response_id:.80}" does not run in the background'
+                    raise NotFound(known, reason="RESPONSE_NOT_FOUND")
                 if (num_bytes := sum(len(piece.data) for piece in pieces)) > most_bytes:
                     # Counted as memory, since the reader may be slow.
                     count_answer(num_bytes - most_bytes)

@@ -14,7 +14,7 @@ from gateway import sqlite
 from gateway.sqlite import LeasedTable
 from quire.messages.arrays import decode_int32, encode_int32
 from quire.model_files.progress import shown_bytes
-from quire.rpc.errors import NotFound, ResourceExhausted
+from quire.rpc.errors import ResourceExhausted
 from quire.runtime import clock
 
 QUEUED, IN_PROGRESS, COMPLETED = "queued", "in_progress", "completed"
@@ -261,10 +261,6 @@ class BackgroundStore(LeasedTable[Background]):
     def _delete(self, tenant: str, response_id: str) -> bool:
         self.change("DELETE FROM background_events WHERE tenant = ? AND id = ?", tenant, response_id)
         return bool(self.change("DELETE FROM background WHERE tenant = ? AND id = ?", tenant, response_id))
-
-
-def no_background(response_id: str) -> NotFound:
-    return NotFound(f'response "{response_id:.80}" does not run in the background', reason="RESPONSE_NOT_FOUND")
 
 
 def _tokens(data: bytes) -> list[int]:

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
-from gateway.api.durable_streams import FrontEnd
 from gateway.api.fields import Conversation, Names
+from gateway.api.respond import Call, FrontEnd
 from gateway.api.responses.answers import CancelledResponse
 from gateway.api.responses.read_response import (
     ITEM,
@@ -31,10 +31,9 @@ _API = "responses"
 ID_PREFIX = "resp_"
 
 
-class ResponseCall:
-    """One response. See gateway.api.respond.Call. Its id is the id of its request, by which it can be cancelled."""
+class ResponseCall(Call):
+    """One response. Its id is the id of its request, by which it can be cancelled."""
 
-    shows_prompt_by_choice = False
     stream_form = STREAMED_AND_REPEATED
 
     def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
@@ -65,7 +64,7 @@ class ResponseCall:
     def of_kept(cls, data: bytes, response_id: str, store: ResponseStore) -> Self:
         """Restores a call from the data of its `kept`. Raises NotFound if the data belongs to another API."""
         kept = FrontEnd.of(data, _API, response_id)
-        body = validated(ResponseBody, kept.body, {})
+        body = validated(ResponseBody, kept.body)
         conversation = Conversation(
             [message_of(each) for each in kept.more["messages"]], "input", instructions=body.instructions
         )
@@ -98,16 +97,12 @@ class ResponseCall:
     def _front_end(self) -> bytes:
         if not self._body.durable:
             return b""
-        messages = [plain_message(each) for each in self._conversation.messages] if self._is_stored else []
+        messages = [plain_message(each) for each in self._conversation.messages] if self._head.is_stored else []
         return self._front_end_of(messages).to_bytes()
 
     def _front_end_of(self, messages: list[dict[str, Any]]) -> FrontEnd:
         fields = self._body.model_dump(mode="json", by_alias=True, exclude_unset=True) | {"input": []}
         return FrontEnd(_API, self.id, self._head.created, self._head.model, fields, {"messages": messages})
-
-    @property
-    def _is_stored(self) -> bool:
-        return self._head.is_stored
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         options = options_of(self._body, self._conversation.prompt, self.id)
@@ -122,7 +117,7 @@ class ResponseCall:
         return self._shaper
 
     def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
-        if self._is_stored:
+        if self._head.is_stored:
             self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
 
     async def keep(self) -> None:

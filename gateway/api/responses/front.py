@@ -9,11 +9,10 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.answers import HTTP_STATUSES, OPENAI, Dialect, StreamedResponse
 from gateway.api.body import read_body
-from gateway.api.durable_streams import LAST_EVENT_ID, EventId, last_event_id
-from gateway.api.fields import Conversation
+from gateway.api.fields import Conversation, parse
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.respond import respond, resumed
+from gateway.api.respond import LAST_EVENT_ID, EventId, last_event_id, respond, resumed
 from gateway.api.responses.answers import (
     CancelledResponse,
     DeletedResponse,
@@ -23,18 +22,11 @@ from gateway.api.responses.answers import (
     ResponseObject,
 )
 from gateway.api.responses.background import BackgroundResponses
-from gateway.api.responses.background_store import BackgroundStore
+from gateway.api.responses.background_store import CANCELLED, BackgroundStore
 from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
-from gateway.api.responses.items import input_items, item_page
-from gateway.api.responses.read_response import (
-    InputBody,
-    ResponseBody,
-    names_of,
-    parse_body,
-    prompt_of,
-)
-from gateway.api.responses.store import ResponseStore, open_store, sqlite_path
-from gateway.api.responses.write_response import ResponseHead, cancelled_response, error_event
+from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
+from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
+from gateway.api.responses.write_response import ResponseHead, error_event, response_head
 from gateway.auth.caller import current_caller
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
@@ -46,17 +38,17 @@ _PATH = "/v1/responses/{response_id}"
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front with its stores. Raises ConfigurationError if a store cannot be used."""
-    place, max_bytes = context.settings.response_store, context.settings.max_stored_response_bytes
-    store = open_store(place, max_bytes)
+    path, max_bytes = sqlite_path(context.settings.response_store), context.settings.max_stored_response_bytes
+    store = ResponseStore(path, max_bytes)
     background = BackgroundResponses(
         context.generator,
-        BackgroundStore(sqlite_path(place), context.gateway_id, max_bytes),
+        BackgroundStore(path, context.gateway_id, max_bytes),
         context.authenticator,
         partial(ResponseCall.of_kept, store=store),
     )
 
     async def read_call(data: bytes) -> ResponseCall:
-        body = await parse_body(ResponseBody, data, context.body_limits)
+        body = await parse(ResponseBody, data, context.body_limits)
         conversation = await conversation_with(store, body)
         return ResponseCall(body, body.model or context.generator.model.name, store, conversation)
 
@@ -64,19 +56,8 @@ def open_front(context: FrontContext) -> Front:
         store.close()
         background.close()
 
-    return Front(
-        routes=response_routes(context, store, background),
-        tasks={"background responses": background.run},
-        stop_runs=background.stop_runs,
-        close=close,
-        call_readers={"/v1/responses": read_call},
-    )
-
-
-def response_routes(context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> list[ApiRoute]:
-    """The routes. `store` stores responses."""
     routes = _ResponseRoutes(context, store, background)
-    return [
+    all_routes = [
         ApiRoute(
             "/v1/responses",
             routes.create,
@@ -106,6 +87,13 @@ def response_routes(context: FrontContext, store: ResponseStore, background: Bac
         ),
         ApiRoute(f"{_PATH}/input_items", routes.list_input_items),
     ]
+    return Front(
+        routes=all_routes,
+        tasks={"background responses": background.run},
+        stop_runs=background.stop_runs,
+        close=close,
+        call_readers={"/v1/responses": read_call},
+    )
 
 
 class _ResponseRoutes:
@@ -122,7 +110,7 @@ class _ResponseRoutes:
                 return self._events_of(last.request_id, last)
             read_back = partial(ResponseCall.read_back, store=self._store)
             return resumed(self._generator, last, read_back, self._keep_alive_s, _dialect(last.number))
-        body = await parse_body(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
+        body = await parse(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
         call = ResponseCall(
             body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
         )
@@ -191,9 +179,9 @@ class _ResponseRoutes:
         if not response_id.startswith(ID_PREFIX):
             await self._store.run(self._store.find, tenant, response_id)
         await self._generator.cancel(response_id)
-        return JSONResponse(
-            cancelled_response(ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name))
-        )
+        # Its own call ends with an error, so its output is lost.
+        head = ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name)
+        return JSONResponse(response_head(head, CANCELLED))
 
     async def list_input_items(self, request: Request) -> InputItems:
         """The items that a response answers, including earlier turns, last item first."""
@@ -206,7 +194,7 @@ class _ResponseRoutes:
 
     async def count_input_tokens(self, request: Request) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""
-        body = await parse_body(InputBody, await read_body(request, self._body_limits), self._body_limits)
+        body = await parse(InputBody, await read_body(request, self._body_limits), self._body_limits)
         conversation = await self._conversation_with(body)
         prompt = prompt_of(body, conversation.prompt)
         with renaming(lambda: names_of(body, conversation)):

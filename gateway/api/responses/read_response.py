@@ -6,13 +6,14 @@ and calls.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import PydanticCustomError
 
 from gateway.api import field_rule, fields
-from gateway.api.body import BodyLimits, max_entries
+from gateway.api.body import max_entries
 from gateway.api.constraint_fields import (
     ConstraintFields,
     StructuredOutputs,
@@ -20,18 +21,17 @@ from gateway.api.constraint_fields import (
     constraint_of,
 )
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
-from gateway.api.durable_streams import ONLY_STREAMS
-from gateway.api.field_rule import Part, Unread
+from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
-    LongList,
     Names,
+    ParsedBody,
     as_parts,
     effort_arguments,
     make_tool,
     numbered,
-    parse,
     schema_text,
     tag_of,
 )
@@ -51,7 +51,6 @@ _MAX_METADATA = 16
 # Maximum entries of `include`; OpenAI has fewer names.
 _MAX_INCLUDE = 32
 _MAX_EFFORT = 64
-_UNION_TYPES = {"tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'}
 
 
 class TextItemPart(Part):
@@ -84,10 +83,7 @@ def _part_tag(value: Any) -> str | None:
     return "<input_text>" if tag in ("<output_text>", "<reasoning_text>", "<summary_text>", "<text>") else tag
 
 
-def _texts(value: Any) -> Any:
-    return as_parts(value, "input_text")
-
-
+_texts = partial(as_parts, kind="input_text")
 Texts = Annotated[list[ItemPart], BeforeValidator(_texts, json_schema_input_type=str | list[ItemPart])]
 
 
@@ -265,10 +261,16 @@ class StreamOptions(Part):
     unread: ClassVar[Unread] = field_rule.STREAM_OPTIONS
 
 
-class InputBody(Part):
+class InputBody(ParsedBody):
     """The fields from which the prompt of a response is made."""
 
+    api: ClassVar[str] = "responses"
     unread: ClassVar[Unread] = field_rule.RESPONSE_INPUT
+    union_types: ClassVar[Mapping[str, str]] = {
+        "tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'
+    }
+    long_list: ClassVar[str] = "input"
+    entries = TypeAdapter(list[Item])
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])]
     model: str | None = None
@@ -284,6 +286,16 @@ class InputBody(Part):
     @property
     def custom_tools(self) -> list[CustomDefinition]:
         return [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
+
+    def check(self, violations: Violations, rule: FieldRule) -> None:
+        _check(violations, self)
+        tools = enumerate(self.tools or ())
+        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, OtherTool)}
+        if isinstance(self, ResponseBody):
+            # Parts of answers that Quire does not have.
+            include = enumerate((self.include or ())[:_MAX_INCLUDE])
+            left_out |= {f"include[{place}]": name for place, name in include if name not in _INCLUDED}
+        rule.leave_out(violations, self.api, left_out)
 
 
 class ResponseBody(InputBody, SharedFields):
@@ -307,26 +319,6 @@ class ResponseBody(InputBody, SharedFields):
     @property
     def shows_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
-
-
-InputBodyType = TypeVar("InputBodyType", bound=InputBody)
-_ITEMS = LongList("input", TypeAdapter(list[Item]))
-
-
-async def parse_body(kind: type[InputBodyType], data: bytes, limits: BodyLimits) -> InputBodyType:
-    """The body in `data`. Raises InvalidArgument like `parse`, also for values that contradict each other."""
-
-    def check(violations: Violations, body: InputBody) -> None:
-        _check(violations, body)
-        tools = enumerate(body.tools or ())
-        left_out = {f"tools[{place}].type": tool.type for place, tool in tools if isinstance(tool, OtherTool)}
-        if isinstance(body, ResponseBody):
-            # Parts of answers that Quire does not have.
-            include = enumerate((body.include or ())[:_MAX_INCLUDE])
-            left_out |= {f"include[{place}]": name for place, name in include if name not in _INCLUDED}
-        limits.rule.leave_out(violations, "responses", left_out)
-
-    return await parse(kind, data, limits, _ITEMS, check, _UNION_TYPES, api="responses")
 
 
 def _check(violations: Violations, body: InputBody) -> None:

@@ -9,8 +9,18 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from gateway.api.answer_blocks import Block, BlockEvent, BlockKind, Blocks, Step, blocks_of, output_of
-from gateway.api.answer_parts import ChatTokenLogprob, chat_logprobs, output_tokens_details
+from gateway.api.answer_parts import (
+    Block,
+    BlockEvent,
+    BlockKind,
+    Blocks,
+    ChatTokenLogprob,
+    Step,
+    blocks_of,
+    chat_logprobs,
+    output_of,
+    output_tokens_details,
+)
 from gateway.api.answers import ErrorAnswer, openai_error
 from gateway.api.custom_tools import InputPieces, custom_input
 from gateway.api.responses import answers
@@ -24,7 +34,7 @@ from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.runtime import clock
 
 QUEUED = "queued"
-_IN_PROGRESS, _COMPLETED, _INCOMPLETE, _CANCELLED = "in_progress", "completed", "incomplete", "cancelled"
+_IN_PROGRESS, _COMPLETED, _INCOMPLETE = "in_progress", "completed", "incomplete"
 _DELTAS = (
     "output_text.delta",
     "reasoning_text.delta",
@@ -44,11 +54,6 @@ class ResponseHead:
     model: str
     is_stored: bool = False
     is_background: bool = False
-
-
-def cancelled_response(head: ResponseHead) -> answers.CancelledResponse:
-    """A response that was cancelled while it ran. Its own call ends with an error, so its output is lost."""
-    return response_head(head, _CANCELLED)
 
 
 def response_head(head: ResponseHead, status: str) -> answers.CancelledResponse:
@@ -167,10 +172,6 @@ class ResponseShaper:
 
     def under_way(self) -> Iterable[answers.ResponseEvent]:
         yield {"type": "response.in_progress", **self._numbered(), "response": self.state(_IN_PROGRESS)}
-
-    def state(self, status: str) -> answers.ResponseObject:
-        """The response before its end."""
-        return self._response(status, [])
 
     def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.ResponseEvent]:
         match event:
@@ -303,7 +304,7 @@ class ResponseShaper:
             # Only the last block can be incomplete.
             items = [self._item(block, _COMPLETED, shown) for block in blocks[:-1]]
             items += [self._item(block, status, shown) for block in blocks[-1:]]
-            ended = self._response(status, items)
+            ended = self.state(status, items)
             ended["completed_at"], ended["usage"] = completed_at, _usage_fields(usage)
             if status == _INCOMPLETE:
                 ended["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -313,7 +314,8 @@ class ResponseShaper:
         self._keep(kept, answer_message(blocks))
         return response(self._logprobs(logprobs)) if self._body.shows_logprobs else kept
 
-    def _response(self, status: str, output: list[answers.OutputItem]) -> answers.ResponseObject:
+    def state(self, status: str, output: Sequence[answers.OutputItem] = ()) -> answers.ResponseObject:
+        """The response; before its end it has no output."""
         body, sampling = self._body, self._live.request.sampling
         asked_format = body.text.format if body.text is not None else None
         shown_format = {"type": "text"} if asked_format is None else _dumped(asked_format)
@@ -322,7 +324,7 @@ class ResponseShaper:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "output": output,
+            "output": list(output),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning is not None else None, "summary": None},

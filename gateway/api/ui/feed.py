@@ -3,7 +3,7 @@ replica's scheduler (quire.scheduler.v1, Watch) as JSON.
 
     event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem",
                       "max_model_len", "role"}]}
-    event: history   {"replica": address, "samples": [{"at", ...}]}, once for each replica (gateway.api.ui.history)
+    event: history   {"replica": address, "samples": [{"at", ...}]}, once for each replica
     event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
                       "answers", "waiting", "ended"}
 
@@ -14,16 +14,18 @@ which then skips frames.
 import asyncio
 import json
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.ui.history import LoadHistory
-from gateway.api.ui.watch_messages import frame_object, is_long
+from gateway.api.ui.watch_messages import StateAt, frame_object, is_long, load_sample, state_request
 from gateway.auth.caller import Caller
 from gateway.replicas.link import SchedulerLink
 from gateway.request.generator import Generator
 from quire.rpc.errors import QuireError
+from quire.runtime import clock
 from quire.version import VERSION
 
 _GATEWAY_INTERVAL_S = 1.0
@@ -31,12 +33,15 @@ _GATEWAY_INTERVAL_S = 1.0
 _LOOK_INTERVAL_S = 0.1
 _RETRY_S = 1.0
 _MAX_QUEUED = 4
+_SAMPLE_INTERVAL_S = 2.0
+_KEPT_S = 600.0
+_SAMPLE_TIMEOUT_S = 1.0
 _logger = logging.getLogger(__name__)
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 async def feed(
-    generator: Generator, caller: Caller, history: LoadHistory, *, wants_memory: bool
+    generator: Generator, caller: Caller, history: "LoadHistory", *, wants_memory: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events, until the gateway drains or the caller's key is no longer valid."""
     events: asyncio.Queue[bytes] = asyncio.Queue(_MAX_QUEUED)
@@ -57,7 +62,7 @@ async def feed(
 
 
 async def _follow(
-    generator: Generator, caller: Caller, history: LoadHistory, events: asyncio.Queue[bytes], *, wants_memory: bool
+    generator: Generator, caller: Caller, history: "LoadHistory", events: asyncio.Queue[bytes], *, wants_memory: bool
 ) -> None:
     """Reports the state of the gateway periodically, and watches its present replicas."""
     watching: dict[SchedulerLink, asyncio.Task[None]] = {}
@@ -128,3 +133,54 @@ async def _watch(link: SchedulerLink, events: asyncio.Queue[bytes], *, wants_mem
 def event(name: str, value: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
     return f"event: {name}\ndata: {_dumps(value)}\n\n".encode()
+
+
+@dataclass(slots=True)
+class _Replica:
+    samples: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=int(_KEPT_S / _SAMPLE_INTERVAL_S)))
+    before: StateAt | None = None
+
+
+class LoadHistory:
+    """The load of each replica in the last ten minutes, for the charts of a newly opened page: one sample every two
+    seconds, from the schedulers' reports of their state, while `run` runs."""
+
+    def __init__(self, links: Mapping[str, SchedulerLink], gateway_id: str) -> None:
+        self._links = links
+        self._request = state_request(gateway_id)
+        self._replicas: dict[str, _Replica] = {}
+
+    def of(self, address: str) -> list[dict[str, Any]]:
+        """The samples of a replica, oldest first: "at", in Unix seconds, and numbers by the names in the page."""
+        replica = self._replicas.get(address)
+        return [] if replica is None else list(replica.samples)
+
+    async def run(self) -> None:
+        """Takes samples until cancelled."""
+        has_failed = False
+        while True:
+            for address in [each for each in self._replicas if each not in self._links]:
+                del self._replicas[address]
+            try:
+                await asyncio.gather(*(self._sample(link) for link in list(self._links.values())))
+            except Exception:
+                # An error here must not end the gateway, which ends if any part ends.
+                if not has_failed:
+                    _logger.exception("a sample of the load could not be taken")
+                has_failed = True
+            await asyncio.sleep(_SAMPLE_INTERVAL_S)
+
+    async def _sample(self, link: SchedulerLink) -> None:
+        """Adds a sample of a replica, or a sample that marks it as down."""
+        replica = self._replicas.setdefault(link.address, _Replica())
+        now = clock.unix_s()
+        try:
+            state = await link.ask("GetState", self._request, _SAMPLE_TIMEOUT_S)
+        except QuireError:
+            if replica.samples:
+                replica.samples.append({"at": now, "down": True})
+            replica.before = None
+            return
+        before, replica.before = replica.before, StateAt(now, state)
+        sample = load_sample(replica.before, before)
+        replica.samples.append({"at": now, "down": not link.is_ready, **sample})

@@ -19,9 +19,8 @@ from starlette.routing import Route
 
 from gateway.api.front import Front, FrontContext
 from gateway.api.openapi import ApiRoute
-from gateway.api.ui import access, feed, watch_messages
-from gateway.api.ui.access import OperatorAccess
-from gateway.api.ui.history import LoadHistory
+from gateway.api.ui import access, feed
+from gateway.api.ui.watch_messages import block_object, block_request
 from gateway.auth.caller import current_caller
 from gateway.auth.keys import NoAuthenticator
 from gateway.request.generator import Generator
@@ -35,18 +34,10 @@ _MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def open_front(context: FrontContext) -> Front:
-    """Opens the front. The page has a chat if OpenAI's front is open."""
-    history = LoadHistory(context.generator.replicas.links, context.gateway_id)
-    return Front(
-        routes=ui_routes(context, history),
-        tasks={"history of the load": history.run},
-        access=OperatorAccess(),
-    )
-
-
-def ui_routes(context: FrontContext, history: LoadHistory) -> list[Route]:
-    """The routes, with the routes of the open fronts that a chat needs."""
+    """Opens the front, with the routes of the open fronts that a chat needs. The page has a chat if OpenAI's front is
+    open."""
     generator, authenticator, demo_socket = context.generator, context.authenticator, context.settings.demo_socket
+    history = feed.LoadHistory(generator.replicas.links, context.gateway_id)
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
     routes = [each for front in context.opened for each in front.routes if each.path in (_CHAT_PATH, _MODELS_PATH)]
@@ -89,7 +80,7 @@ def ui_routes(context: FrontContext, history: LoadHistory) -> list[Route]:
     async def key(request: Request) -> Response:
         return await access.take_key(request, authenticator, context.metrics.count_refused_caller)
 
-    return [
+    own = [
         Route("/", root),
         Route(access.ROOT, root),
         Route(f"{access.ROOT}/", page),
@@ -101,6 +92,7 @@ def ui_routes(context: FrontContext, history: LoadHistory) -> list[Route]:
         *(Route(access.ROOT + each.path, each.endpoint, methods=sorted(each.methods or ())) for each in routes),
         Route(f"{access.ROOT}/{{name}}", file),
     ]
+    return Front(routes=own, tasks={"history of the load": history.run}, access=access.OperatorAccess())
 
 
 class _Files:
@@ -159,6 +151,6 @@ async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
     text = query.get("block", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
         raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
-    asked = watch_messages.block_request(int(text), is_host=query.get("host") == "1")
+    asked = block_request(int(text), is_host=query.get("host") == "1")
     answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)
-    return watch_messages.block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)
+    return block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth.caller import Access
+from gateway.auth.keys import KeyRing
 from quire.messages.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import running_gateway
@@ -40,7 +41,8 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         # Keys that a test adds are known to the next call.
         async def refresh(request):
-            await running.gateway.authenticator.refresh()
+            assert isinstance(key_ring := running.gateway.authenticator, KeyRing)
+            await key_ring.refresh()
 
         running.http.event_hooks["request"].append(refresh)
         yield running.http
@@ -112,7 +114,7 @@ async def test_a_service_is_killed_from_the_page_only_in_a_demonstration(open_pa
 
 
 async def test_a_page_gets_the_load_of_the_time_before_it_was_opened(scheduler, monkeypatch):
-    monkeypatch.setattr("gateway.api.ui.history._INTERVAL_S", 0.05)
+    monkeypatch.setattr("gateway.api.ui.feed._SAMPLE_INTERVAL_S", 0.05)
     async with running_gateway(scheduler) as running:
         await asyncio.sleep(0.5)
         [(_, history)] = [each for each in await events_of(running.http, "/ui/feed", "history") if each[0] == "history"]

@@ -11,8 +11,7 @@ from openai.types.responses import input_token_count_params, response_create_par
 from gateway.api.anthropic import read_message as anthropic
 from gateway.api.field_rule import CHAT, CHAT_MESSAGE, COMPLETION, RESPONSE
 from gateway.api.generation_fields import CompletionBody, GenerationBody
-from gateway.api.openai.conversation import FunctionDefinition, Message, ToolDefinition
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.schemas import ChatBody, FunctionDefinition, Message, ToolDefinition
 from gateway.api.other_servers import UNREAD
 from gateway.api.responses.read_response import InputBody, ResponseBody
 from tests.support.documents import explained_names

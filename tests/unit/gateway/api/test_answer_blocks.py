@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.answer_blocks import BlockKind, Blocks
+from gateway.api.answer_parts import BlockKind, Blocks
 from gateway.text.formats.parser import Output, ToolCallDelta, joined
 
 

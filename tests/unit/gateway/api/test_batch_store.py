@@ -14,8 +14,7 @@ import pytest
 
 from gateway import sqlite
 from gateway.api.batches import store as batches
-from gateway.api.batches.lines import BatchLimits, read_lines
-from gateway.api.batches.runner import Batches
+from gateway.api.batches.runner import Batches, BatchLimits, read_lines
 from gateway.api.batches.store import BatchStore, Line
 from gateway.request.counting import EntryLimits
 from gateway.sqlite import NotOwnerError

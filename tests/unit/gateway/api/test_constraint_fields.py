@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.api.generation_fields import CompletionBody, completion_options, names_of
-from gateway.api.openai.read_openai import chat_names, chat_options
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.schemas import ChatBody, chat_names, chat_options
 from gateway.types import ChatPrompt
 from quire.common.v1.common_pb2 import AnyJsonObject, Choice, Constraint, StructuralTag, StructuralTags
 from quire.rpc.errors import InvalidArgument

@@ -7,22 +7,20 @@ from typing import Any
 import pytest
 
 from gateway.api.anthropic.read_message import MessageBody
-from gateway.api.anthropic.read_message import parse_body as parse_message
+from gateway.api.fields import parse
 from gateway.api.generation_fields import CompletionBody
-from gateway.api.openai.read_openai import parse_body
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.other_servers import INSTEAD, UNREAD
 from gateway.api.responses.read_response import ResponseBody
-from gateway.api.responses.read_response import parse_body as parse_response
 from quire.rpc.errors import InvalidArgument
 from tests.support.openai_bodies import BODY_LIMITS
 
 HELLO = [{"role": "user", "content": "hello"}]
-BODIES: list[tuple[Any, Any, dict[str, Any]]] = [
-    (parse_body, CompletionBody, {"prompt": "a"}),
-    (parse_body, ChatBody, {"messages": HELLO}),
-    (parse_response, ResponseBody, {"input": "a"}),
-    (parse_message, MessageBody, {"messages": HELLO, "max_tokens": 1}),
+BODIES: list[tuple[Any, dict[str, Any]]] = [
+    (CompletionBody, {"prompt": "a"}),
+    (ChatBody, {"messages": HELLO}),
+    (ResponseBody, {"input": "a"}),
+    (MessageBody, {"messages": HELLO, "max_tokens": 1}),
 ]
 # Fields that completions and chats read and that change no text of another API that ignores them: the request itself,
 # how it is served, and what the answer shows of it.
@@ -46,8 +44,8 @@ async def refused(parsing: Awaitable[Any]) -> dict[str, str]:
     return {}
 
 
-@pytest.mark.parametrize(("parse", "kind", "body"), BODIES, ids=lambda each: getattr(each, "__name__", ""))
-async def test_each_is_read_or_refused_by_its_name_unless_its_value_turns_it_off(parse, kind, body):
+@pytest.mark.parametrize(("kind", "body"), BODIES, ids=lambda each: getattr(each, "__name__", ""))
+async def test_each_is_read_or_refused_by_its_name_unless_its_value_turns_it_off(kind, body):
     unread = {name: values for name, values in UNREAD.items() if name not in kind.model_fields}
     unread = {name: values for name, values in unread.items() if name not in kind.unread.refused}
     assert len(unread) > 70
@@ -62,7 +60,7 @@ async def test_each_is_read_or_refused_by_its_name_unless_its_value_turns_it_off
 async def test_a_number_turns_off_as_an_integer_and_as_a_float_and_true_is_not_one():
     bodies = [{"typical_p": 1.0}, {"mirostat": 0.0}, {"n_cmpl": True}, {"return_full_text": 0}]
     found = [
-        await refused(parse_body(CompletionBody, json.dumps({"prompt": "a"} | each).encode(), BODY_LIMITS))
+        await refused(parse(CompletionBody, json.dumps({"prompt": "a"} | each).encode(), BODY_LIMITS))
         for each in bodies
     ]
     assert [[*each] for each in found] == [[], [], ["n_cmpl"], []]
@@ -70,7 +68,7 @@ async def test_a_number_turns_off_as_an_integer_and_as_a_float_and_true_is_not_o
 
 async def test_constraints_and_limits_in_nvext_are_refused_and_hints_are_not():
     nvext = {"guided_json": {}, "ignore_eos": True, "top_k": -1, "agent_hints": {"speculative": True}}
-    found = await refused(parse_body(ChatBody, json.dumps({"messages": HELLO, "nvext": nvext}).encode(), BODY_LIMITS))
+    found = await refused(parse(ChatBody, json.dumps({"messages": HELLO, "nvext": nvext}).encode(), BODY_LIMITS))
     assert found.keys() == {"nvext.guided_json", "nvext.ignore_eos"}
     assert all("in the body itself" in why for why in found.values())
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gateway.api.anthropic.read_message import MessageBody, conversation_of, names_of, options_of, parse_body, prompt_of
+from gateway.api.anthropic.read_message import MessageBody, conversation_of, names_of, options_of, prompt_of
+from gateway.api.fields import parse
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -22,7 +23,7 @@ def chat_of(options: RequestOptions) -> ChatPrompt:
 
 async def read(limits=BODY_LIMITS, **fields):
     data = json.dumps({"messages": HELLO, "max_tokens": 8} | fields).encode()
-    return await parse_body(MessageBody, data, limits)
+    return await parse(MessageBody, data, limits)
 
 
 async def options(**fields):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.anthropic.write_message import MessageShaper
+from gateway.api.anthropic.front import MessageShaper
 from gateway.replicas.events import Finished, FinishReason, GeneratedSequence, Usage
 from quire.gateway.v1.generation_pb2 import ToolCall
 

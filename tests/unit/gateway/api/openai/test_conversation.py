@@ -3,8 +3,7 @@
 import pytest
 from google.protobuf.json_format import MessageToDict
 
-from gateway.api.openai.read_openai import chat_names, chat_options
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.schemas import ChatBody, chat_names, chat_options
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_AUTO,

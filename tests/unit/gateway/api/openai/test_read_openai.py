@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from gateway.api.generation_fields import CompletionBody, completion_options, names_of
-from gateway.api.openai.completion_calls import CompletionCall
-from gateway.api.openai.read_openai import chat_names, chat_options, completion_prompts
-from gateway.api.openai.schemas import ChatBody
+from gateway.api.openai.front import CompletionCall
+from gateway.api.openai.schemas import ChatBody, chat_names, chat_options, completion_prompts
 from quire.common.v1.common_pb2 import (
     EARLY_STOPPING_FALSE,
     EARLY_STOPPING_NEVER,

@@ -4,7 +4,7 @@ import pytest
 from openai.types.responses import ResponseItem
 from pydantic import TypeAdapter
 
-from gateway.api.responses.items import input_items, item_page
+from gateway.api.responses.store import input_items, item_page
 from gateway.types import ChatMessage
 from quire.gateway.v1.generation_pb2 import ToolCall
 from quire.rpc.errors import InvalidArgument

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from gateway.api.responses.read_response import ResponseBody, conversation_of, names_of, options_of, parse_body
+from gateway.api.fields import parse
+from gateway.api.responses.read_response import ResponseBody, conversation_of, names_of, options_of
 from gateway.types import ChatMessage, ChatPrompt, RequestOptions
 from quire.common.v1.common_pb2 import Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoice, ToolChoiceMode
@@ -20,7 +21,7 @@ def chat_of(options: RequestOptions) -> ChatPrompt:
 
 
 async def read(limits=BODY_LIMITS, **fields):
-    return await parse_body(ResponseBody, json.dumps({"input": "hello"} | fields).encode(), limits)
+    return await parse(ResponseBody, json.dumps({"input": "hello"} | fields).encode(), limits)
 
 
 async def options(**fields):
