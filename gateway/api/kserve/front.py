@@ -17,13 +17,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from gateway.api.answer_parts import LOWEST
-from gateway.api.answers import (
-    Dialect,
-    ErrorAnswer,
-    StreamedResponse,
-    WholeResponse,
-    as_json,
-)
+from gateway.api.answers import Dialect, ErrorAnswer, StreamedResponse, WholeResponse, as_json
 from gateway.api.body import BodyLimits, load_json, max_entries, read_body, read_model, validated
 from gateway.api.field_rule import FieldRule, Part
 from gateway.api.front import Front, FrontContext

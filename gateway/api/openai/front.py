@@ -40,7 +40,6 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
-from gateway.request.served_model import ServedModel
 from gateway.request.text_service import TextService
 from gateway.request.validation import check_model
 from gateway.request.violations import renaming
@@ -312,7 +311,11 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
     async def tokenizer_info(request: Request) -> AnyObject:
         """The tokenizer's configuration and the chat template, in the form of tokenizer_config.json."""
-        return _tokenizer_info(generator.model)
+        model = generator.model
+        check_model(model.name, current_caller().visible(model.name), NotFound)
+        config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
+        config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
+        return config if model.chat.template is None else config | {"chat_template": model.chat.template.source}
 
     return [
         ApiRoute("/tokenize", tokenize, method="POST", body=TokenizeBody, answer=Tokens),
@@ -325,18 +328,6 @@ async def _json_response(answer: Mapping[str, Any], num_tokens: int) -> Response
     """Writes an answer with many tokens in a thread, so that other calls continue."""
     data = as_json(answer) if num_tokens <= _FEW else await asyncio.to_thread(as_json, answer)
     return Response(data, media_type="application/json")
-
-
-def _tokenizer_info(model: ServedModel) -> dict[str, Any]:
-    """The tokenizer's configuration with its chat template; tokens are written as texts.
-
-    Raises:
-        NotFound: the caller may not use the model.
-    """
-    check_model(model.name, current_caller().visible(model.name), NotFound)
-    config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
-    config.setdefault("tokenizer_class", _TOKENIZER_CLASS)
-    return config if model.chat.template is None else config | {"chat_template": model.chat.template.source}
 
 
 def _plain(value: Any) -> Any:

@@ -312,11 +312,6 @@ def _call_of(call: MessageToolCall) -> ToolCall:
     return ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments or "")
 
 
-def tools_of(fields: ConversationFields) -> list[Tool]:
-    """The tools of a checked body, except omitted tools."""
-    return [_tool_of(each) for each in fields.tools or () if not each.is_left_out]
-
-
 def _tool_of(definition: ToolDefinition) -> Tool:
     if definition.type == "custom":
         assert definition.custom is not None
@@ -411,7 +406,7 @@ def chat_options(body: ChatBody, request_id: str) -> RequestOptions:
 def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> ChatPrompt:
     return ChatPrompt(
         [chat_message(each) for each in messages],
-        tools=tools_of(fields),
+        tools=[_tool_of(each) for each in fields.tools or () if not each.is_left_out],
         template_options=template_options(fields),
         template=fields.chat_template,
     )

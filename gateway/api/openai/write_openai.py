@@ -44,12 +44,6 @@ def head_of(id: str, created: int, model: str) -> answers.Head:
     return {"id": id, "created": created, "model": model, "system_fingerprint": SYSTEM_FINGERPRINT}
 
 
-def as_chunk(sequence: GeneratedSequence) -> Chunk:
-    """A whole sequence as one chunk."""
-    index = sequence.finished.sequence_index
-    return Chunk(index, 0, sequence.token_ids, sequence.text, sequence.logprobs)
-
-
 def finish_fields(finished: Finished, stopping: StoppingParameters) -> answers.Finish:
     """The end of a sequence. `stop_reason` is the stop string or stop token of the request; None for an eos token."""
     stop_reason: str | int | None = finished.stop_string
@@ -402,9 +396,10 @@ class CompletionShaper:
     def _whole_choices(self, results: Sequence[Result]) -> Iterator[answers.CompletionChoice]:
         for position, (sequences, _) in enumerate(results):
             for sequence in sequences:
-                shown = self._shown(as_chunk(sequence))
+                index = sequence.finished.sequence_index
+                shown = self._shown(Chunk(index, 0, sequence.token_ids, sequence.text, sequence.logprobs))
                 yield {
-                    "index": self._index(position, shown.sequence_index),
+                    "index": self._index(position, index),
                     **self._piece(position, shown),
                     **self._finish(position, sequence.finished),
                     "token_ids": token_ids(self._body, shown.token_ids),
