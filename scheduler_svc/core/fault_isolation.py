@@ -44,7 +44,6 @@ class Progress:
 
     @classmethod
     def of(cls, group: SequenceGroup, table: RowTable) -> "Progress":
-        """The progress of a running group."""
         rows = [sequence.row for sequence in group.computing if sequence.row is not None]
         return cls(group.num_tokens, int((table.num_computed - table.num_unsure)[rows].sum()))
 

@@ -114,7 +114,6 @@ class PrefixIndex(BlockPool):
         return self.num_blocks - self.num_free
 
     def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
-        """`ref_count` of each."""
         return [self._ref_counts[block] for block in blocks]
 
     def free_blocks(self) -> tuple[BlockId, ...]:
@@ -126,7 +125,6 @@ class PrefixIndex(BlockPool):
         return self._hashes[block]
 
     def hashes_of(self, blocks: Sequence[BlockId]) -> list[BlockHash | None]:
-        """`hash_of` of each."""
         return [self._hashes[block] for block in blocks]
 
     def names(self, first: int, end: int) -> list[BlockHash | None]:
