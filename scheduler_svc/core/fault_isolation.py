@@ -207,8 +207,8 @@ class Trials:
             del self._need_losses[next(iter(self._need_losses))]
         return None
 
-    def ended(self, key: RequestKey) -> None:
-        """A request ended: forgets its counts."""
+    def forget(self, key: RequestKey) -> None:
+        """Forgets the counts of a request that ended."""
         self._losses.pop(key, None)
         self._num_answered.pop(key, None)
 

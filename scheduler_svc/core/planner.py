@@ -322,7 +322,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             further_rows, counts = results.further
             state.policy.charge_drafts(state.batch.rows.tenant[further_rows], counts)
         for group in results.ended_groups:
-            state.trials.ended(group.request.key)
+            state.trials.forget(group.request.key)
             if group.request.key.client == PIN_CLIENT:
                 self._arrivals.complete_pin(group)
         return results.events

@@ -165,7 +165,7 @@ CALLS: Mapping[str, Callable[..., Operation]] = {
     ),
     "expire_pins": lambda now: Operation(now=now, expire_pins=recording_pb2.RecordedExpirePins()),
     "forget_cached": lambda: Operation(forget_cached=recording_pb2.RecordedForgetCached()),
-    "hand_over": lambda key, lease, now, lease_s: Operation(
+    "move_away": lambda key, lease, now, lease_s: Operation(
         now=now,
         hand_over=recording_pb2.RecordedHandOver(
             client=key.client, handle=key.handle, lease=lease, lease_seconds=lease_s
@@ -181,7 +181,7 @@ CALLS: Mapping[str, Callable[..., Operation]] = {
         )
     ),
     # The seconds decide nothing.
-    "give_up_preparation": lambda number, seconds: Operation(
+    "end_late_preparation": lambda number, seconds: Operation(
         give_up_preparation=recording_pb2.RecordedPrepared(number=number)
     ),
     "refuse_in_flight": lambda detail: Operation(refuse_in_flight=recording_pb2.RecordedLoss(detail=detail)),
