@@ -158,11 +158,9 @@ class Arrivals:
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
         """Removes a pin. Returns whether the tenant had it."""
-        pin = self._state.pins.of_tenant(tenant, pin_id)
-        if pin is None:
-            return False
-        self._unpin(pin)
-        return True
+        if (pin := self._state.pins.of_tenant(tenant, pin_id)) is not None:
+            self._unpin(pin)
+        return pin is not None
 
     def expire_pins(self, now: float) -> None:
         """Removes expired pins, and parts of decaying ones, the oldest first: at least one pin, and no more than a

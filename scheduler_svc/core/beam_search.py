@@ -213,13 +213,11 @@ class BeamSearch:
             return False
         if self._parameters.early_stopping is EarlyStopping.TRUE:
             return True
-        best_possible = surviving[0].cumulative_logprob / self._divisor(self._hopeful_length(length))
-        return best_possible <= self._finished[-1].score
-
-    def _hopeful_length(self, length: int) -> int:
-        """The length at which the best live beam is scored, to decide whether it can still be among the finished."""
+        # The length at which the best live beam is scored, to decide whether it can still be among the finished.
         never = self._parameters.early_stopping is EarlyStopping.NEVER
-        return self._max_tokens if never and self._parameters.length_penalty > 0 else length
+        hopeful_length = self._max_tokens if never and self._parameters.length_penalty > 0 else length
+        best_possible = surviving[0].cumulative_logprob / self._divisor(hopeful_length)
+        return best_possible <= self._finished[-1].score
 
     def _end(self) -> None:
         if not self._finished:

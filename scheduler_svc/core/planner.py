@@ -32,7 +32,8 @@ before all others."""
 
 
 class Planner(scheduler.Planner[Sequence, SequenceGroup]):
-    """Decides which groups enter and leave the batch, and builds the next step."""
+    """Decides which groups enter and leave the batch, and builds the next step. Methods are in the order of a step. The
+    ones that override the paper's planner fill its `_plan`."""
 
     def __init__(self, state: State, arrivals: Arrivals) -> None:
         super().__init__(state, state.queues)

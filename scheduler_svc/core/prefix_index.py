@@ -9,6 +9,7 @@ they can share the block. Hashes are computed here and never taken from others.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.cache_log import CacheLog
@@ -55,19 +56,16 @@ _MAX_CHANGES = 1 << 16
 """Changes that a pool remembers."""
 
 
+@dataclass(slots=True, eq=False)
 class CachedStart:
     """The cached blocks found so far at the start of a waiting sequence; `num_free` of them have no holder. It holds no
-    references: `PrefixIndex.is_current` says whether all of it is still true."""
+    references: `PrefixIndex.is_current` says whether all of it is still true. `version` changes with it."""
 
-    __slots__ = ("blocks", "num_changes", "num_free", "pool", "version")
-
-    def __init__(self, pool: "PrefixIndex", version: int) -> None:
-        self.pool = pool
-        self.version = version
-        """Changes whenever anything here changes."""
-        self.blocks: list[BlockId] = []
-        self.num_free = 0
-        self.num_changes = pool.num_changes
+    pool: "PrefixIndex"
+    version: int
+    num_changes: int
+    blocks: list[BlockId] = field(default_factory=list[BlockId])
+    num_free: int = 0
 
 
 class PrefixIndex(BlockPool):

@@ -211,11 +211,7 @@ class DraftBudget:
         self._max_drafts = max_drafts
         self._fixed_tokens = fixed_tokens
         self.had_some = np.ones(max_num_rows, np.bool_)
-        """Which rows had drafts in their last step, or have had no step yet. bool[rows]."""
-
-    def enter(self, row: int) -> None:
-        """Another sequence occupies the row."""
-        self.had_some[row] = True
+        """Which rows had drafts in their last step, or whose sequence has had no step yet. bool[rows]."""
 
     def of(self, rows: Array, max_passes: int) -> Array:
         """The number of drafts that each of these rows may have if all decode in one step. int64[n]. A row that had
@@ -248,7 +244,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def enter(self, sequence: Sequence, order: int, num_computed: int, num_cached_blocks: int) -> int:
         row = super().enter(sequence, order, num_computed, num_cached_blocks)
         self.rows.num_sealed[row] = num_cached_blocks
-        self.drafts.enter(row)
+        self.drafts.had_some[row] = True
         if self.underway.is_worth_it(self._num_full(row) - num_cached_blocks):
             self.underway.expect(row)
         return row
@@ -269,7 +265,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def fork(self, parent: Sequence, child: Sequence) -> int:
         row = super().fork(parent, child)
         self.underway.stop(row)
-        self.drafts.enter(row)
+        self.drafts.had_some[row] = True
         return row
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:

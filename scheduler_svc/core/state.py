@@ -101,14 +101,9 @@ class State:
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in a pool once all steps in flight are done, for any outcome of drafts."""
-        match sequence.status:
-            case SequenceStatus.RUNNING:
-                assert sequence.row is not None
-                return int(self.batch.rows.num_computed[sequence.row] - self.batch.rows.num_unsure[sequence.row])
-            case SequenceStatus.SWAPPED:
-                return sequence.num_swapped_tokens
-            case _:
-                return 0
+        if sequence.status is SequenceStatus.RUNNING and sequence.row is not None:
+            return int(self.batch.rows.num_computed[sequence.row] - self.batch.rows.num_unsure[sequence.row])
+        return sequence.num_swapped_tokens if sequence.status is SequenceStatus.SWAPPED else 0
 
     def log_cache(self) -> CacheLog:
         """Starts to record changes of the prefix cache."""
