@@ -208,7 +208,7 @@ class FleetRun(Run):
         life, place = self.lives[index], offer.source
         num_tokens = len(life.token_times[0])
         lease = Lease(index.to_bytes(8, "big") + num_tokens.to_bytes(4, "big"))
-        if place.device.scheduler.hand_over(life.request.key, lease, self.now, _LEASE_S) is None:
+        if place.device.scheduler.move_away(life.request.key, lease, self.now, _LEASE_S) is None:
             self._close_offer(index)
             return
         self._remove(index)

@@ -40,7 +40,6 @@ class AdapterSlots:
         self._next: Adapter | None = None
 
     def slot_of(self, adapter: Adapter) -> int | None:
-        """The slot that the adapter is loaded in."""
         return self._of_adapter.get(adapter)
 
     def is_ready(self, adapter: Adapter) -> bool:
@@ -64,7 +63,6 @@ class AdapterSlots:
         return {adapter: self._slots[slot].num_rows for adapter, slot in self._of_adapter.items()}
 
     def loading(self) -> list[int]:
-        """The slots into which an adapter is being loaded."""
         return [number for number, slot in enumerate(self._slots) if slot.is_loading]
 
     def may_take(self, adapter: Adapter) -> bool:

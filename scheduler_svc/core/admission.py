@@ -55,17 +55,6 @@ class Stop(NamedTuple):
     key: RequestKey | None = None
 
 
-class _Attempt(NamedTuple):
-    """A group that tries to enter, the running groups that would leave for it, counters of changes of the running queue
-    and of released blocks, and the rows that the group still lacks."""
-
-    group: RequestKey
-    orders: tuple[int, ...]
-    num_changes: int
-    num_missing_rows: int
-    num_releases: int
-
-
 class Room:
     """Decides whether a waiting or swapped group may enter: counts the rows and blocks that it takes, and finds the
     groups that would have to leave for it."""
@@ -75,8 +64,10 @@ class Room:
         self._waiting, self._swapped, self._running = queues
         self._reservations = reservations
         self._pins = pins
-        # The attempt for which all candidates made too little room, and the number of blocks that it wanted.
-        self._futile: tuple[_Attempt | None, int] = None, 0
+        # The last attempt for which all candidates made too little room, and the number of blocks that it wanted. An
+        # attempt has a group, its candidates, counters of changes of the running queue and of released blocks, and the
+        # rows that it lacked.
+        self._futile: tuple[tuple[object, ...], int] = (), 0
         # The number of blocks that the group looked at last takes, and the versions of its cached blocks.
         self._taken: tuple[RequestKey, list[int], int] | None = None
 
@@ -177,7 +168,7 @@ class Room:
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]
         orders = tuple(each.order for each in candidates)
-        attempt = _Attempt(group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
+        attempt = (group.request.key, orders, running.num_changes, missing_rows, blocks.pool.num_releases)
         wanted = missing + blocks.pool.num_free
         if not all_leave:
             may_leave = rows.active & np.isin(rows.order, orders)

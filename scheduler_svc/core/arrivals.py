@@ -59,7 +59,7 @@ class Arrivals:
 
     def abort(self, key: RequestKey) -> bool:
         """Ends a request at once and frees its blocks. Returns whether there was one."""
-        self._state.trials.ended(key)
+        self._state.trials.forget(key)
         return self._end_group(key) is not None
 
     def abort_sequence(self, key: RequestKey, index: int) -> bool:
@@ -118,7 +118,7 @@ class Arrivals:
         if queue is None:
             return None
         group = queue.remove(key)
-        state.preparations.ended(group.request)
+        state.preparations.stop_waiting(group.request)
         state.reservations.end(Kind.COMING, key)
         state.reservations.end(Kind.PROMISE, key)
         self._end(group.unfinished)
@@ -158,11 +158,9 @@ class Arrivals:
 
     def unpin(self, tenant: str, pin_id: str) -> bool:
         """Removes a pin. Returns whether the tenant had it."""
-        pin = self._state.pins.of_tenant(tenant, pin_id)
-        if pin is None:
-            return False
-        self._unpin(pin)
-        return True
+        if (pin := self._state.pins.of_tenant(tenant, pin_id)) is not None:
+            self._unpin(pin)
+        return pin is not None
 
     def expire_pins(self, now: float) -> None:
         """Removes expired pins, and parts of decaying ones, the oldest first: at least one pin, and no more than a
@@ -190,7 +188,7 @@ class Arrivals:
 
     # Moves and needs
 
-    def hand_over(
+    def move_away(
         self, key: RequestKey, lease: Lease, now: float, lease_s: float
     ) -> list[tuple[BlockId, BlockHash]] | None:
         """Ends a request here that continues at another replica after its emitted tokens. Returns its sealed blocks,
@@ -251,14 +249,14 @@ class Arrivals:
         state.queues.release(keys)
         return {}
 
-    def give_up_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
+    def end_late_preparation(self, number: int, seconds: float) -> dict[ClientId, ClientEvents]:
         """The workers take too long, `seconds` by now, for a preparation. Returns the failures of the requests that
         waited for it; other requests with the same need have it prepared again when they are next."""
         state = self._state
         if (arriving := state.preparations.arriving(number)) is not None:
             state.fetches.forget_failed(arriving, range(len(arriving.hashes)))
             state.reservations.end(Kind.FETCH_START, number)
-        need, keys = state.preparations.give_up(number)
+        need, keys = state.preparations.mark_late(number)
         if isinstance(need, MovedBlocks):
             state.queues.release(keys)
             return {}

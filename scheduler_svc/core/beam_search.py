@@ -151,7 +151,8 @@ class BeamSearch:
         length = self._next_length(candidates, outputs)
         likely = self._most_likely(candidates)
         finished = self._finish(likely[: self._parameters.width], outputs, length)
-        surviving = [] if length >= self._max_tokens else self._surviving(likely)
+        survivors = (each for each in likely if each.token_id not in self._stop_token_ids)
+        surviving = [] if length >= self._max_tokens else list(islice(survivors, self._parameters.width))
         if self._is_over(surviving, length):
             self._end()
             return BeamStep((), finished)
@@ -193,18 +194,11 @@ class BeamSearch:
                 break
             token_ids = (*outputs[each.parent], each.token_id)
             hypothesis = Hypothesis(token_ids, each.parent, each.place, each.cumulative_logprob, score, ended_by_token)
-            self._keep(hypothesis)
+            if self._is_full:
+                self._finished.pop()
+            insort(self._finished, hypothesis, key=lambda each: -each.score)
             kept.append(hypothesis)
         return kept
-
-    def _keep(self, hypothesis: Hypothesis) -> None:
-        if self._is_full:
-            self._finished.pop()
-        insort(self._finished, hypothesis, key=lambda each: -each.score)
-
-    def _surviving(self, likely: SequenceOf[Continuation]) -> list[Continuation]:
-        survivors = (each for each in likely if each.token_id not in self._stop_token_ids)
-        return list(islice(survivors, self._parameters.width))
 
     def _filled(self, surviving: SequenceOf[Continuation]) -> list[Continuation]:
         """Exactly `width` beams."""
@@ -219,13 +213,11 @@ class BeamSearch:
             return False
         if self._parameters.early_stopping is EarlyStopping.TRUE:
             return True
-        best_possible = surviving[0].cumulative_logprob / self._divisor(self._hopeful_length(length))
-        return best_possible <= self._finished[-1].score
-
-    def _hopeful_length(self, length: int) -> int:
-        """The length at which the best live beam is scored, to decide whether it can still be among the finished."""
+        # The length at which the best live beam is scored, to decide whether it can still be among the finished.
         never = self._parameters.early_stopping is EarlyStopping.NEVER
-        return self._max_tokens if never and self._parameters.length_penalty > 0 else length
+        hopeful_length = self._max_tokens if never and self._parameters.length_penalty > 0 else length
+        best_possible = surviving[0].cumulative_logprob / self._divisor(hopeful_length)
+        return best_possible <= self._finished[-1].score
 
     def _end(self) -> None:
         if not self._finished:

@@ -95,11 +95,9 @@ class CacheLog:
         self.unread.clear()
 
     def tier_changed(self, content: BlockHash, *, is_stored: bool) -> None:
-        """A block came into the tier or left it."""
         _note(self._in_tier, content, is_stored=is_stored)
 
     def host_changed(self, content: BlockHash, *, is_stored: bool) -> None:
-        """A block came into host memory or left it."""
         _note(self._in_host, content, is_stored=is_stored)
 
     def read(self, content: BlockHash, tokens: CachedTokens) -> None:

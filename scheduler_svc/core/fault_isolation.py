@@ -44,7 +44,6 @@ class Progress:
 
     @classmethod
     def of(cls, group: SequenceGroup, table: RowTable) -> "Progress":
-        """The progress of a running group."""
         rows = [sequence.row for sequence in group.computing if sequence.row is not None]
         return cls(group.num_tokens, int((table.num_computed - table.num_unsure)[rows].sum()))
 
@@ -208,8 +207,8 @@ class Trials:
             del self._need_losses[next(iter(self._need_losses))]
         return None
 
-    def ended(self, key: RequestKey) -> None:
-        """A request ended: forgets its counts."""
+    def forget(self, key: RequestKey) -> None:
+        """Forgets the counts of a request that ended."""
         self._losses.pop(key, None)
         self._num_answered.pop(key, None)
 

@@ -236,7 +236,7 @@ class BlockManager(BlockTables[Sequence]):
         start = sequence.cached_start
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
-            start = sequence.cached_start = CachedStart(self.pool, self._num_versions)
+            start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
         first, max_blocks = len(start.blocks), min(max_blocks, self.num_shareable(sequence))
         count = _HASHES_AT_FIRST
         while (num_known := len(start.blocks)) < max_blocks:

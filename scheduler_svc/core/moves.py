@@ -104,7 +104,6 @@ class Tier:
             self._note(content, is_stored=False)
 
     def clear(self) -> None:
-        """Removes all blocks."""
         for content in list(self._slots):
             self.forget(content)
         self._by_slot.clear()

@@ -32,7 +32,8 @@ before all others."""
 
 
 class Planner(scheduler.Planner[Sequence, SequenceGroup]):
-    """Decides which groups enter and leave the batch, and builds the next step."""
+    """Decides which groups enter and leave the batch, and builds the next step. Methods are in the order of a step. The
+    ones that override the paper's planner fill its `_plan`."""
 
     def __init__(self, state: State, arrivals: Arrivals) -> None:
         super().__init__(state, state.queues)
@@ -322,7 +323,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
             further_rows, counts = results.further
             state.policy.charge_drafts(state.batch.rows.tenant[further_rows], counts)
         for group in results.ended_groups:
-            state.trials.ended(group.request.key)
+            state.trials.forget(group.request.key)
             if group.request.key.client == PIN_CLIENT:
                 self._arrivals.complete_pin(group)
         return results.events

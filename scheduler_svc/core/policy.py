@@ -76,7 +76,6 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
             self._add_to_tenant(group)
 
     def release_all(self) -> None:
-        """Releases all held groups."""
         for group in list(self._held):
             self.release(group.request.key)
 
@@ -85,7 +84,6 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         return list(self._by_key.values())
 
     def tenants(self) -> KeysView[str]:
-        """Tenants that have a group here."""
         return self._num_of_tenant.keys()
 
     def tenants_with_next(self) -> KeysView[str]:
@@ -93,19 +91,15 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         return self._of_tenant.keys()
 
     def num_of(self, tenant: str) -> int:
-        """The number of the tenant's groups here."""
         return self._num_of_tenant[tenant]
 
     def num_tokens_of(self, tenant: str) -> int:
-        """`num_tokens` of the tenant's groups."""
         return self._tokens_of_tenant[tenant]
 
     def first_of(self, tenant: str) -> SequenceGroup:
-        """The tenant's group with the lowest order."""
         return self._of_tenant[tenant][0]
 
     def last_of(self, tenant: str) -> SequenceGroup:
-        """The tenant's group with the highest order."""
         return self._of_tenant[tenant][-1]
 
     def newest_of(self, tenant: str) -> Iterator[SequenceGroup]:
@@ -117,7 +111,6 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
         return self._groups[bisect_left(self._groups, lowest, key=ORDER) :][::-1]
 
     def add(self, group: SequenceGroup) -> None:
-        """Adds a group that is not here."""
         super().add(group)
         self._add_to_tenant(group)
         self.num_changes += 1
@@ -166,7 +159,15 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
 
     def _take_out_of_order(self, groups: SequenceOf[SequenceGroup]) -> None:
         if len(groups) >= _MANY:
-            self._take_many_out_of_order(set(groups))
+            removed = set(groups)
+            self._held = {group: None for group in self._held if group not in removed}
+            self._groups = [group for group in self._groups if group not in removed]
+            for tenant in {group.request.tenant for group in groups} & self._of_tenant.keys():
+                own = [group for group in self._of_tenant[tenant] if group not in removed]
+                if own:
+                    self._of_tenant[tenant] = own
+                else:
+                    del self._of_tenant[tenant]
             return
         for group in groups:
             if group in self._held:
@@ -177,16 +178,6 @@ class GroupQueue(sequence.GroupQueue[SequenceGroup]):
             del own[bisect_left(own, group.order, key=ORDER)]
             if not own:
                 del self._of_tenant[group.request.tenant]
-
-    def _take_many_out_of_order(self, groups: set[SequenceGroup]) -> None:
-        self._held = {group: None for group in self._held if group not in groups}
-        self._groups = [group for group in self._groups if group not in groups]
-        for tenant in {group.request.tenant for group in groups} & self._of_tenant.keys():
-            own = [group for group in self._of_tenant[tenant] if group not in groups]
-            if own:
-                self._of_tenant[tenant] = own
-            else:
-                del self._of_tenant[tenant]
 
 
 class Queues(NamedTuple):

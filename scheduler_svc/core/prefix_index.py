@@ -9,6 +9,7 @@ they can share the block. Hashes are computed here and never taken from others.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
 from scheduler_svc.core.cache_log import CacheLog
@@ -55,19 +56,16 @@ _MAX_CHANGES = 1 << 16
 """Changes that a pool remembers."""
 
 
+@dataclass(slots=True, eq=False)
 class CachedStart:
     """The cached blocks found so far at the start of a waiting sequence; `num_free` of them have no holder. It holds no
-    references: `PrefixIndex.is_current` says whether all of it is still true."""
+    references: `PrefixIndex.is_current` says whether all of it is still true. `version` changes with it."""
 
-    __slots__ = ("blocks", "num_changes", "num_free", "pool", "version")
-
-    def __init__(self, pool: "PrefixIndex", version: int) -> None:
-        self.pool = pool
-        self.version = version
-        """Changes whenever anything here changes."""
-        self.blocks: list[BlockId] = []
-        self.num_free = 0
-        self.num_changes = pool.num_changes
+    pool: "PrefixIndex"
+    version: int
+    num_changes: int
+    blocks: list[BlockId] = field(default_factory=list[BlockId])
+    num_free: int = 0
 
 
 class PrefixIndex(BlockPool):
@@ -114,7 +112,6 @@ class PrefixIndex(BlockPool):
         return self.num_blocks - self.num_free
 
     def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
-        """`ref_count` of each."""
         return [self._ref_counts[block] for block in blocks]
 
     def free_blocks(self) -> tuple[BlockId, ...]:
@@ -126,7 +123,6 @@ class PrefixIndex(BlockPool):
         return self._hashes[block]
 
     def hashes_of(self, blocks: Sequence[BlockId]) -> list[BlockHash | None]:
-        """`hash_of` of each."""
         return [self._hashes[block] for block in blocks]
 
     def names(self, first: int, end: int) -> list[BlockHash | None]:

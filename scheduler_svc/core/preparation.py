@@ -75,7 +75,7 @@ class Preparations:
         # Suspects and fetches that have begun since the last call of `take`.
         self._begun_alone: list[Preparation] = []
         # Preparations that took too long; their answers may still come.
-        self._given_up: dict[int, Preparation] = {}
+        self._late: dict[int, Preparation] = {}
 
     def arrived(self, request: Request, num_waiting: int) -> None:
         """A request joined the queue. Begins to prepare its needs now, unless it will wait for long."""
@@ -106,7 +106,7 @@ class Preparations:
         """The need that a request waits for; None if it waits for none here."""
         return self._need_of.get(key)
 
-    def ended(self, request: Request) -> None:
+    def stop_waiting(self, request: Request) -> None:
         """A request waits no more. Needs that hold no other request are not prepared on its behalf; another request
         with the same need wants it again when it is next."""
         key, wanted = request.key, self._wanted.get(request.tenant)
@@ -128,12 +128,12 @@ class Preparations:
     @property
     def underway(self) -> list[Need]:
         """Needs that the workers prepare now, late ones included. Blocks are left out: they are fetched only once."""
-        needs = [each.need for each in (*self._underway.values(), *self._given_up.values())]
+        needs = [each.need for each in (*self._underway.values(), *self._late.values())]
         return [need for need in needs if not isinstance(need, MovedBlocks)]
 
     def arriving(self, number: int) -> Arriving | None:
         """The blocks that a preparation fetches, even a late one; None for any other preparation."""
-        known = self._underway.get(number) or self._given_up.get(number)
+        known = self._underway.get(number) or self._late.get(number)
         return None if known is None else known.arriving
 
     def fetching(self, content: BlockHash) -> MovedBlocks | None:
@@ -254,7 +254,7 @@ class Preparations:
 
         Raises ValueError if no preparation of this number is underway.
         """
-        if (late := self._given_up.pop(number, None)) is not None:
+        if (late := self._late.pop(number, None)) is not None:
             # Ignores an adapter that it loaded: the slot is another adapter's now, or empty.
             self.trials.prepared(late.need)
             if isinstance(late.need, Constraint):
@@ -273,11 +273,11 @@ class Preparations:
             self.adapters.loaded(slot, need if failure is None else None, keys)
         return keys
 
-    def give_up(self, number: int) -> tuple[Need, list[RequestKey]]:
+    def mark_late(self, number: int) -> tuple[Need, list[RequestKey]]:
         """The workers take too long: other needs take the turn. Returns the need and the requests that waited for it.
         These have to end, unless the need is blocks: those are computed. An adapter's slot is free: its next load
         replaces this one. KeyError if no such number is underway."""
-        late = self._given_up[number] = self._underway.pop(number)
+        late = self._late[number] = self._underway.pop(number)
         if late.slot is not None:
             self.adapters.loaded(late.slot, None)
         if isinstance(late.need, MovedBlocks):

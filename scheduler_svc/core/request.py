@@ -213,7 +213,12 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
         raise RefusedError(f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     if request.adapter is not None and not config.max_adapters:
         raise NoAdaptersError("the workers run no adapters: start them with --max-adapters above 0")
-    _check_beams(request)
+    if request.beam is not None and request.beam.width != request.num_sequences:
+        raise RefusedError(
+            f"beam_width is {request.beam.width}, best_of is {request.num_sequences}: both must be equal"
+        )
+    if request.beam is not None and request.emitted:
+        raise RefusedError("a beam search cannot continue after emitted tokens: it delivers none before it ends")
     _check_emitted(request)
     _check_size(request, config)
 
@@ -257,17 +262,6 @@ def max_blocks(request: Request, block_size: int) -> int:
     shared = len(request.prompt) // block_size
     num_ended = sum(each.has_ended for each in request.emitted)
     return shared + (request.num_sequences - num_ended) * (whole - shared)
-
-
-def _check_beams(request: Request) -> None:
-    if request.beam is None:
-        return
-    if request.beam.width != request.num_sequences:
-        raise RefusedError(
-            f"beam_width is {request.beam.width}, best_of is {request.num_sequences}: both must be equal"
-        )
-    if request.emitted:
-        raise RefusedError("a beam search cannot continue after emitted tokens: it delivers none before it ends")
 
 
 def _check_emitted(request: Request) -> None:

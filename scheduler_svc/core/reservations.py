@@ -71,7 +71,6 @@ class Reservations:
         return self._by_kind[kind]
 
     def requests(self, *kinds: Kind) -> list[RequestKey]:
-        """The requests that own reservations of these kinds."""
         return [owner for kind in kinds for owner in self._by_kind[kind] if isinstance(owner, RequestKey)]
 
     def tables(self, *kinds: Kind) -> list[list[BlockId]]:
@@ -115,7 +114,6 @@ class Reservations:
             self._pin_ends.discard(owner)
 
     def expire_leases(self, now: float) -> None:
-        """Ends the leases that have expired."""
         for lease in [lease for lease, leased in self[Kind.LEASE].items() if leased.expires_at <= now]:
             self.end(Kind.LEASE, lease)
 
@@ -158,7 +156,6 @@ class Earliest(Generic[K]):
             self._heap = sorted((place, key) for key, place in self._places.items())
 
     def discard(self, key: K) -> None:
-        """Removes a key, if it is here."""
         self._places.pop(key, None)
 
     def first(self) -> K | None:

@@ -258,11 +258,12 @@ class Results:
         # Rows that were released before this step are dropped already. Another row of the group may have failed in it.
         if sequence is None:
             return
-        if (message := result.failures.get(row)) is not None:
-            reason = "INVALID_SAMPLING" if row in result.refused else "NON_FINITE_LOGITS"
-            self._fail(RequestFailure(sequence.request.key, reason, message))
-        else:
+        if (message := result.failures.get(row)) is None:
             self._collect(sequence, result.candidates[row])
+        elif row in result.refused:
+            self._fail(RequestFailure(sequence.request.key, "INVALID_SAMPLING", message))
+        else:
+            self._fail(RequestFailure(sequence.request.key, "NON_FINITE_LOGITS", message))
 
     def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
         """Seals blocks that are full now, so that others can share them. A row that samples a token has finite keys and
@@ -472,7 +473,6 @@ def _sequence_end(sequence: Sequence, index: int) -> SequenceEnd:
 
 
 def usage_of(group: SequenceGroup) -> Usage:
-    """The usage of a finished group."""
     line = group.timeline
     started = line.arrived if line.started is None else line.started
     first = started if line.first_token is None else line.first_token

@@ -5,6 +5,7 @@ touch only these arrays; Python code looks at a single sequence only when it cha
 hundreds of sequences well under a millisecond.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
@@ -22,7 +23,7 @@ from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import HostBlocks
 from scheduler_svc.core.paging.sequence import Queues
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
-from scheduler_svc.core.step import RowAssignment, StepPlan
+from scheduler_svc.core.step import RowAssignment, StepInFlight, StepPlan
 
 
 class RowTable(batch.RowTable[Sequence]):
@@ -210,11 +211,7 @@ class DraftBudget:
         self._max_drafts = max_drafts
         self._fixed_tokens = fixed_tokens
         self.had_some = np.ones(max_num_rows, np.bool_)
-        """Which rows had drafts in their last step, or have had no step yet. bool[rows]."""
-
-    def enter(self, row: int) -> None:
-        """Another sequence occupies the row."""
-        self.had_some[row] = True
+        """Which rows had drafts in their last step, or whose sequence has had no step yet. bool[rows]."""
 
     def of(self, rows: Array, max_passes: int) -> Array:
         """The number of drafts that each of these rows may have if all decode in one step. int64[n]. A row that had
@@ -247,7 +244,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def enter(self, sequence: Sequence, order: int, num_computed: int, num_cached_blocks: int) -> int:
         row = super().enter(sequence, order, num_computed, num_cached_blocks)
         self.rows.num_sealed[row] = num_cached_blocks
-        self.drafts.enter(row)
+        self.drafts.had_some[row] = True
         if self.underway.is_worth_it(self._num_full(row) - num_cached_blocks):
             self.underway.expect(row)
         return row
@@ -268,7 +265,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def fork(self, parent: Sequence, child: Sequence) -> int:
         row = super().fork(parent, child)
         self.underway.stop(row)
-        self.drafts.enter(row)
+        self.drafts.had_some[row] = True
         return row
 
     def release_rows(self, sequences: SequenceOf[Sequence]) -> None:
@@ -278,7 +275,6 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         super().release_rows(sequences)
 
     def rows_by_tenant(self) -> Counter[str]:
-        """How many rows each tenant holds."""
         return Counter(sequence.request.tenant for sequence in self.rows.sequences if sequence is not None)
 
     def blocks_by_tenant(self) -> Counter[str]:
@@ -352,10 +348,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         no growth), and the number of times that the model may run. The growth takes at most half of the rest of the
         step's budget, and no block that admission leaves free."""
         table = self.rows
-        room, share = (
-            table.max_len[rows] - table.num_tokens[rows] - 1,
-            (self.draft.budget - len(rows)) // (2 * len(rows)),
-        )
+        room = table.max_len[rows] - table.num_tokens[rows] - 1
+        share = (self.draft.budget - len(rows)) // (2 * len(rows))
         room[table.dependent[rows]] = 0
         further = min(self._max_passes - 1, share, int(room.min()))
         growths = [np.full(len(rows), further)]
@@ -393,3 +387,53 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         if plan.max_drafts is not None:
             self.rows.grow(plan.samples[:, 0], plan.max_drafts)
         return plan
+
+
+_MIN_RATIO = 4.0
+"""Minimum ratio of a step's duration to the scheduler's time between a result and the next plan."""
+
+
+class Pace:
+    """Durations of the newest decode step and of the newest plan, in seconds of the core's clock: whether beam searches
+    in different steps wait for each other.
+
+    The next step of a search needs the result of its last one. With several steps in flight, searches that came at
+    different times take turns, and each step reads all weights of the model. If the searches that could run wait for
+    the step in flight, all continue in one step. Then the workers are idle while the scheduler applies its result, so
+    searches wait only if steps take much longer than that (ADR 3 has the figures).
+    """
+
+    def __init__(self) -> None:
+        self._step_s = 0.0
+        self._planning_s = math.inf
+        self._answered_at = -math.inf
+        self._is_planned = True
+
+    def planning(self, now: float) -> None:
+        """A step is about to be planned."""
+        if not self._is_planned:
+            self._is_planned = True
+            self._planning_s = now - self._answered_at
+
+    def answered(self, step: StepInFlight, now: float) -> None:
+        """The result of a step came."""
+        if not step.has_chunks:
+            # It began when the step before it was over. A step with a prompt takes longer than the steps after it.
+            self._step_s = now - max(step.planned, self._answered_at)
+        self._answered_at, self._is_planned = now, False
+
+    def beams_should_wait(self, rows: RowTable) -> bool:
+        """Whether the beams that could run now wait for beams in flight. False if other rows could run: these do not
+        wait, and the beams add little to their step."""
+        return self._step_s >= _MIN_RATIO * self._planning_s and _are_beams_apart(rows)
+
+
+def _are_beams_apart(rows: RowTable) -> bool:
+    """Whether only dependent rows can compute, while other dependent rows wait for a result."""
+    if not rows.num_dependent:
+        return False
+    unfinished = rows.active & (rows.num_tokens < rows.max_len)
+    can_compute = unfinished & (rows.num_computed < rows.num_tokens)
+    if not can_compute.any() or (can_compute & (rows.prefills | ~rows.dependent)).any():
+        return False
+    return bool((unfinished & rows.dependent & ~can_compute).any())

@@ -38,9 +38,9 @@ class Scheduler(State):
         self.arrivals = arrivals = Arrivals(self)
         self.submit, self.abort, self.abort_sequence = arrivals.submit, arrivals.abort, arrivals.abort_sequence
         self.pin, self.unpin, self.expire_pins = arrivals.pin, arrivals.unpin, arrivals.expire_pins
-        self.hand_over, self.refit = arrivals.hand_over, arrivals.refit
+        self.move_away, self.refit = arrivals.move_away, arrivals.refit
         self.take_preparations, self.prepared = arrivals.take_preparations, arrivals.prepared
-        self.give_up_preparation = arrivals.give_up_preparation
+        self.end_late_preparation = arrivals.end_late_preparation
         self.planner = planner = Planner(self, arrivals)
         self.schedule, self.apply = planner.schedule, planner.apply
         self.refuse_in_flight, self.lose_in_flight = arrivals.refuse_in_flight, arrivals.lose_in_flight

@@ -11,7 +11,6 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
-from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
@@ -20,7 +19,7 @@ from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
-from scheduler_svc.core.running_batch import Batch, DraftCounts
+from scheduler_svc.core.running_batch import Batch, DraftCounts, Pace
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
@@ -102,14 +101,9 @@ class State:
 
     def num_computed_tokens(self, sequence: Sequence) -> int:
         """Tokens whose keys and values are in a pool once all steps in flight are done, for any outcome of drafts."""
-        match sequence.status:
-            case SequenceStatus.RUNNING:
-                assert sequence.row is not None
-                return int(self.batch.rows.num_computed[sequence.row] - self.batch.rows.num_unsure[sequence.row])
-            case SequenceStatus.SWAPPED:
-                return sequence.num_swapped_tokens
-            case _:
-                return 0
+        if sequence.status is SequenceStatus.RUNNING and sequence.row is not None:
+            return int(self.batch.rows.num_computed[sequence.row] - self.batch.rows.num_unsure[sequence.row])
+        return sequence.num_swapped_tokens if sequence.status is SequenceStatus.SWAPPED else 0
 
     def log_cache(self) -> CacheLog:
         """Starts to record changes of the prefix cache."""

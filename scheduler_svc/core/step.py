@@ -76,7 +76,6 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
-        """The work of one step."""
         new, computed, num_tokens = plan.num_new_tokens, plan.num_computed_tokens, plan.num_tokens
         is_chunk = new > 1
         num_chunks = int(np.count_nonzero(is_chunk))

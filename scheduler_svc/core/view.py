@@ -70,7 +70,6 @@ class Changes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing changed."""
         lists = (self.new, self.gone, self.progress, self.lengths, self.tables, self.names, self.pins)
         return not (self.is_whole or any(lists))
 
@@ -94,7 +93,6 @@ class Look(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing changed."""
         return not self.preempted and self.changes is not None and self.changes.is_empty
 
 
@@ -164,13 +162,12 @@ class View:
 
     def look(self, scheduler: Scheduler) -> Look:
         """The changes since the last look. Takes at most about 20 ms for a pool of 500,000 blocks."""
-        changes: Changes | None = Changes()
-        if self._batch is not scheduler.batch:
+        is_other_pool = self._batch is not scheduler.batch
+        if is_other_pool:
             self._batch = scheduler.batch
             self._seen, self._names, self._pins = {}, [], {}
-            changes = None
         preempted: list[Preempted] = []
-        changes = self._look_at_sequences(scheduler, changes, preempted)
+        changes = self._look_at_sequences(scheduler, None if is_other_pool else Changes(), preempted)
         changes = self._look_at_names(scheduler, changes)
         self._look_at_pins(scheduler, changes)
         return Look(preempted, changes)

@@ -198,7 +198,7 @@ CALLS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "abort_sequence": lambda key, index: {"client": key.client, "handle": key.handle, "sequence_index": index},
     "expire_pins": lambda now: {"now": now},
     "forget_cached": dict,
-    "hand_over": lambda key, lease, now, lease_s: {
+    "move_away": lambda key, lease, now, lease_s: {
         "client": key.client, "handle": key.handle, "lease": lease, "now": now, "lease_seconds": lease_s
     },
     "hold_new": lambda now, seconds: {"now": now, "seconds": seconds},
@@ -207,13 +207,16 @@ CALLS: Mapping[str, Callable[..., dict[str, Any]]] = {
         "number": number, "failure": failure, "failed_blocks": encode_int32(sorted(failed))
     },
     # The seconds decide nothing.
-    "give_up_preparation": lambda number, seconds: {"number": number},
+    "end_late_preparation": lambda number, seconds: {"number": number},
     "refuse_in_flight": lambda detail: {"detail": detail},
     "lose_in_flight": lambda detail=None: {"detail": detail},
     "judge_loss": lambda *, was_alive: {"was_alive": was_alive},
     "void_in_flight": lambda now: {"now": now},
 }  # fmt: skip
 """Calls of a core whose arguments are recorded as they are: the values of their message, and the time."""
+
+MESSAGE_OF_CALL = {"move_away": "hand_over", "end_late_preparation": "give_up_preparation"}
+"""The message of a call that has another name."""
 
 
 def plan_message(plan: StepPlan | None, now: float) -> Operation:

@@ -203,7 +203,8 @@ class RecordedScheduler:
             core.arrivals.observe = self._observe
         self.submit = self._recorded(core.submit, partial(messages.submit_message, hider=hider))
         for name, values in messages.CALLS.items():
-            setattr(self, name, self._recorded(getattr(core, name), partial(_message, name, values)))
+            message = messages.MESSAGE_OF_CALL.get(name, name)
+            setattr(self, name, self._recorded(getattr(core, name), partial(_message, message, values)))
         put(partial(messages.start_message, core.config))
 
     def __getattr__(self, name: str) -> Any:

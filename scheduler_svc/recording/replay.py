@@ -209,12 +209,12 @@ _CALLS: Mapping[str, Callable[[Scheduler, Any, float], object]] = {
     "rename": _rename,
     "tier_changed": lambda core, each, now: core.tier_changed(tokens_of(each.slots), hashes_of(each.hashes)),
     "prepared": _prepared,
-    "hand_over": lambda core, each, now: core.hand_over(
+    "hand_over": lambda core, each, now: core.move_away(
         _key(each.client, each.handle), Lease(each.lease), now, each.lease_seconds
     ),
     "hold_new": lambda core, each, now: core.hold_new(now, each.seconds),
     "renew_lease": lambda core, each, now: core.renew_lease(Lease(each.lease), now, each.lease_seconds or None),
-    "give_up_preparation": lambda core, each, now: core.give_up_preparation(each.number, 0.0),
+    "give_up_preparation": lambda core, each, now: core.end_late_preparation(each.number, 0.0),
     "take_preparations": lambda core, each, now: core.take_preparations(),
 }
 """Operations that are one call of the core, with their message and the time."""

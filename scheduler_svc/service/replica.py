@@ -189,7 +189,7 @@ class Replica:
         if self.scheduler is None:
             return None
         lease = Lease(entropy.random_bytes(_LEASE_BYTES))
-        sealed = self.scheduler.hand_over(key, lease, clock.monotonic(), LEASE_S)
+        sealed = self.scheduler.move_away(key, lease, clock.monotonic(), LEASE_S)
         if sealed is None:
             return None
         self._spans.aborted(key)

@@ -339,13 +339,13 @@ class StepLoop:
         """Fails requests whose constraint or adapter takes too long; steps and other preparations continue."""
         if (late := self._moves.find_late(now)) is not None:
             self._moves.record_answer(late[0], now)
-            scheduler.give_up_preparation(*late)
+            scheduler.end_late_preparation(*late)
             self.replica.wake.set()
         if (late := self._preparations.find_late(now)) is None:
             return
         number, seconds = late
         self._preparations.record_answer(number, now)
-        events = scheduler.give_up_preparation(number, seconds)
+        events = scheduler.end_late_preparation(number, seconds)
         failures = [failure for batch in events.values() for failure in batch.failed]
         detail = failures[0].message if failures else f"the workers have not prepared number {number}"
         _logger.warning("%s; %d requests that wait for it fail", detail, len(failures))

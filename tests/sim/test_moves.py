@@ -43,7 +43,7 @@ def crowded(seed: int) -> Plan:
 @pytest.mark.extended
 def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds, left, pauses = list[World](), dict[str, float](), list[float]()
-    hand_over, start = CheckedScheduler.hand_over, CheckedScheduler._start
+    hand_over, start = CheckedScheduler.move_away, CheckedScheduler._start
 
     def leave(self: CheckedScheduler, key: RequestKey, lease: Lease, now: float, lease_s: float):
         group = self.group(key)
@@ -57,7 +57,7 @@ def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeyp
             pauses.append(worlds[-1].now - since)
         start(self, group, now)
 
-    monkeypatch.setattr(CheckedScheduler, "hand_over", leave)
+    monkeypatch.setattr(CheckedScheduler, "move_away", leave)
     monkeypatch.setattr(CheckedScheduler, "_start", enter)
     for seed in range(NUM_WORLDS):
         left.clear()

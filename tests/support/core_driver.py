@@ -600,7 +600,7 @@ class Driver:
     def give_up_next(self) -> None:
         """The worker takes too long for the next constraint or adapter, and answers after that."""
         told = self.told.popleft()
-        self._record(self.scheduler.give_up_preparation(told.number, 5.0))
+        self._record(self.scheduler.end_late_preparation(told.number, 5.0))
         self.check()
         self._answer(told)
 

@@ -88,7 +88,8 @@ class RowTable(Generic[S]):
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n], in queue order, and within a group in rising
         order: the row that computes a shared block comes before the rows that read it."""
-        rows = (self._can_compute() & self.prefills).nonzero()[0]
+        rows = (self.active & self.prefills).nonzero()[0]
+        rows = rows[self._can_compute()[rows]] if len(rows) else rows
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
     def _can_compute(self) -> Array:
@@ -173,7 +174,6 @@ class StepDraft:
         self._rows, self._num_computed = rows, num_computed
 
     def add_chunk(self, row: int, num_new: int, num_computed: int) -> None:
-        """Adds a chunk of one row."""
         self._spend(num_new)
         self._chunks.append((row, num_new, num_computed))
 
@@ -184,10 +184,11 @@ class StepDraft:
     def finish(self, step_id: int, host: HostBlocks) -> StepPlan:
         """The step as a value, with the copies between pool and host."""
         swap_out, swap_in = host.take_copies()
-        batch, samples = np.array((self._rows, np.ones_like(self._rows), self._num_computed)), self._rows.repeat(2)
+        batch = self._rows, np.ones_like(self._rows), self._num_computed
+        samples = self._rows.repeat(2).reshape(-1, 2)
         if self._chunks:
             batch = np.concatenate((batch, _array(self._chunks, 3).T), axis=1)
-            samples = np.concatenate((samples, _array(self.chunk_samples, 2).ravel()))
+            samples = np.concatenate((samples, _array(self.chunk_samples, 2)))
         return StepPlan(
             step_id=step_id,
             swap_out=_array(swap_out, 2),
@@ -201,7 +202,7 @@ class StepDraft:
             rows=batch[0],
             num_new_tokens=batch[1],
             num_computed_tokens=batch[2],
-            samples=samples.reshape(-1, 2),
+            samples=samples,
         )
 
 

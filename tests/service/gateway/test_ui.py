@@ -41,7 +41,8 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
     async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
         # Keys that a test adds are known to the next call.
         async def refresh(request):
-            assert isinstance(key_ring := running.gateway.authenticator, KeyRing)
+            key_ring = running.gateway.authenticator
+            assert isinstance(key_ring, KeyRing)
             await key_ring.refresh()
 
         running.http.event_hooks["request"].append(refresh)

@@ -75,7 +75,7 @@ _LOOKED_AT = 8
 
 _CHECKED = {
     "arrivals": (
-        *("submit", "abort", "abort_sequence", "pin", "expire_pins", "hand_over", "refit", "take_preparations"),
+        *("submit", "abort", "abort_sequence", "pin", "expire_pins", "move_away", "refit", "take_preparations"),
         *("prepared", "_enqueue", "lose_in_flight", "judge_loss", "refuse_in_flight", "void_in_flight"),
     ),
     "planner": (
@@ -589,13 +589,13 @@ class CheckedScheduler(Scheduler):
         self._check()
         return done
 
-    def hand_over(
+    def move_away(
         self, key: RequestKey, lease: Lease, now: float, lease_s: float
     ) -> list[tuple[BlockId, BlockHash]] | None:
         group = self.group(key)
         sequences = group.sequences if group is not None and group.request.selects else ()
         is_lost = any(each.num_output_tokens for each in sequences)
-        sealed = Arrivals.hand_over(self.arrivals, key, lease, now, lease_s)
+        sealed = Arrivals.move_away(self.arrivals, key, lease, now, lease_s)
         if sealed is not None and is_lost:
             self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
         self.tally.count("out", sealed is not None)
@@ -715,7 +715,7 @@ class CheckedScheduler(Scheduler):
     def prepared(
         self, number: int, failure: str | None = None, failed: frozenset[int] = frozenset()
     ) -> dict[ClientId, ClientEvents]:
-        known = (self.preparations._underway | self.preparations._given_up)[number]
+        known = (self.preparations._underway | self.preparations._late)[number]
         need, arriving = known.need, known.arriving
         if isinstance(need, Constraint):
             self._compiled = [each for each in self._compiled if each != need] + [need]

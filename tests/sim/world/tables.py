@@ -47,7 +47,7 @@ KEPT: dict[str, str] = {
         Connection.reads Delivery.readers Earliest._places Pins._by_key Pins._of_tenant Pins._pins
         Requests._by_handle Requests._by_id Reservation.blocks""",
     "what a worker is late with": """
-        PendingOrders._sent_at Preparations._given_up Preparations._underway Worker._reads""",
+        PendingOrders._sent_at Preparations._late Preparations._underway Worker._reads""",
     "parts of what the other tables hold": """
         BeamGroup.logprobs BeamSearch._finished ClientEvents.completed ClientEvents.failed ClientEvents.finished
         ClientEvents.handles ClientEvents.offsets ClientEvents.sequence_indices ClientEvents.token_ids

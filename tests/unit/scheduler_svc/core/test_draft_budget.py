@@ -22,7 +22,7 @@ def test_a_row_that_had_none_is_given_fewer_until_it_has_some() -> None:
     assert budget.of(rows, 4).tolist() == [28, 28]
     budget.answered(rows, np.array([0, 3]))
     assert budget.of(rows, 4).tolist() == [7, 28]
-    budget.enter(0)
+    budget.had_some[0] = True
     assert budget.of(rows, 4).tolist() == [28, 28]
 
 

@@ -106,12 +106,12 @@ def test_blocks_are_not_offered_to_others_before_they_came_from_the_host() -> No
     again = of_prompt(4, 1)
     driver.submit(again)
     driver.next_plan()
-    assert driver.scheduler.hand_over(again.key, Lease(b"x"), driver.clock, 5.0) == []
+    assert driver.scheduler.move_away(again.key, Lease(b"x"), driver.clock, 5.0) == []
     driver.deliver()
     driver.run_until_idle()
     driver.submit(more := of_prompt(5, 1))
     driver.next_plan()
-    sealed = driver.scheduler.hand_over(more.key, Lease(b"y"), driver.clock, 5.0)
+    sealed = driver.scheduler.move_away(more.key, Lease(b"y"), driver.clock, 5.0)
     assert sealed is not None
     assert len(sealed) == 3
 

@@ -26,7 +26,7 @@ def running(driver: Driver, request: Request, num_steps: int = 3) -> None:
 
 
 def hand_over(driver: Driver, request: Request) -> list[tuple[BlockId, BlockHash]] | None:
-    sealed = driver.scheduler.hand_over(request.key, LEASE, driver.clock, LEASE_S)
+    sealed = driver.scheduler.move_away(request.key, LEASE, driver.clock, LEASE_S)
     driver.check()
     return sealed
 
@@ -247,7 +247,7 @@ def test_a_tier_that_takes_too_long_is_not_waited_for_again() -> None:
     on_disk(driver, first)
     driver.submit(again)
     (preparation,) = told(driver)
-    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.scheduler.end_late_preparation(preparation.number, 5.0)
     driver.check()
     driver.run_what_can()
     assert driver.outputs[2] == expected_output(again)
@@ -331,7 +331,7 @@ def test_nothing_is_kept_beside_blocks_that_take_too_long() -> None:
     driver.submit(again)
     (preparation,) = told(driver)
     assert used(driver) == 4
-    driver.scheduler.give_up_preparation(preparation.number, 5.0)
+    driver.scheduler.end_late_preparation(preparation.number, 5.0)
     driver.check()
     assert used(driver) == 2
     driver.scheduler.prepared(preparation.number)

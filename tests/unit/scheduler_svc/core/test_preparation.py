@@ -97,7 +97,7 @@ def test_a_constraint_that_is_never_compiled_fails_the_requests_that_wait_for_it
         driver.submit(request)
     (first, _) = driver.tell()
     driver.run_steps(1)
-    events = driver.scheduler.give_up_preparation(first.number, 5.0)
+    events = driver.scheduler.end_late_preparation(first.number, 5.0)
     driver.told.popleft()
     (failure,) = events[stuck.key.client].failed
     assert (failure.key, failure.reason) == (stuck.key, "CONSTRAINT_TIMEOUT")
@@ -124,7 +124,7 @@ def test_a_constraint_that_is_compiled_late_is_the_newest_that_workers_keep(monk
     driver.submit(constrained(1, b"late"))
     driver.tell()
     late = driver.told.popleft()
-    driver.scheduler.give_up_preparation(late.number, 5.0)
+    driver.scheduler.end_late_preparation(late.number, 5.0)
     for handle, parameters in enumerate((b"late", b"other"), 2):
         driver.submit(constrained(handle, parameters))
         assert prepare(driver) == [parameters]
