@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth.caller import Access
+from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Limits
 from quire.gateway.v1 import generation_pb2, model_pb2
 from quire.scheduler.v1 import scheduler_pb2
@@ -58,7 +59,9 @@ class Rig:
     async def holder(self, kind, tenant="acme", **options) -> Holder:
         """A caller with a new key that the gateway knows."""
         key = self.keys.add(tenant, **options)
-        await self.gateway.gateway.authenticator.refresh()
+        ring = self.gateway.gateway.authenticator
+        assert isinstance(ring, KeyRing)
+        await ring.refresh()
         return Holder(kind(self.gateway), key)
 
     async def tokenize(self, key: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.auth.caller import Access
+from gateway.auth.keys import KeyRing
 from quire.messages.arrays import encode_int32
 from quire.scheduler.v1 import scheduler_pb2
 from tests.support.gateway_process import running_gateway
@@ -38,9 +39,12 @@ async def page(scheduler, keys) -> AsyncIterator[httpx.AsyncClient]:
     """The page of a gateway that needs keys."""
     keys.add("nobody")
     async with running_gateway(scheduler, keys_files=(keys.path,)) as running:
+        ring = running.gateway.authenticator
+        assert isinstance(ring, KeyRing)
+
         # Keys that a test adds are known to the next call.
         async def refresh(request):
-            await running.gateway.authenticator.refresh()
+            await ring.refresh()
 
         running.http.event_hooks["request"].append(refresh)
         yield running.http
