@@ -59,9 +59,9 @@ class Rig:
     async def holder(self, kind, tenant="acme", **options) -> Holder:
         """A caller with a new key that the gateway knows."""
         key = self.keys.add(tenant, **options)
-        key_ring = self.gateway.gateway.authenticator
-        assert isinstance(key_ring, KeyRing)
-        await key_ring.refresh()
+        ring = self.gateway.gateway.authenticator
+        assert isinstance(ring, KeyRing)
+        await ring.refresh()
         return Holder(kind(self.gateway), key)
 
     async def tokenize(self, key: str) -> None:
