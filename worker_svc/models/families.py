@@ -285,7 +285,8 @@ def _read_gemma_2(values: Values) -> DecoderConfig:
 def _ministral3(values: Values) -> DecoderConfig:
     """LLaMA whose queries grow with their position. Layers may see a sliding window."""
     config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
-    growth = config.rope.fields.optional_number("llama_4_scaling_beta")
+    rope = config.rope.fields
+    growth = rope.optional_number("llama_4_scaling_beta") if rope.values.get("llama_4_scaling_beta") else None
     return replace(
         config,
         query_growth=None if growth is None else (growth, config.rope.original_max_positions),
@@ -628,9 +629,9 @@ def _ernie4_5(values: Values) -> DecoderConfig:
 def _hunyuan_dense(values: Values) -> DecoderConfig:
     """LLaMA with norms on the heads of query and key after their rotation, whose base may be scaled (NTK)."""
     config = DecoderConfig.read({**values, "mlp_bias": False})
-    rope, alpha = config.rope, config.rope.fields.optional_number("alpha")
-    if rope.rope_type == "dynamic" and alpha is not None:
-        theta = rope.theta * alpha ** (rope.head_dim / (rope.head_dim - 2))
+    rope = config.rope
+    if rope.rope_type == "dynamic" and rope.fields.values.get("alpha"):
+        theta = rope.theta * rope.fields.number("alpha") ** (rope.head_dim / (rope.head_dim - 2))
         rope = replace(rope, rope_type="default", theta=theta)
     return replace(
         config,
@@ -662,7 +663,7 @@ def _phimoe(values: Values) -> DecoderConfig:
         module="block_sparse_moe",
         names=("w1", "w3", "w2"),
         scoring=Scoring.SPARSE_MIXER,
-        tolerance=fields.number("router_jitter_noise", 0.01),
+        tolerance=fields.number("router_jitter_noise", 0.01) if values.get("router_jitter_noise") != 0 else 0.0,
     )
     return replace(
         config,
@@ -714,6 +715,255 @@ def _gpt_oss(values: Values) -> DecoderConfig:
     )
     config = replace(config, activation=CLAMPED_SWIGLU, has_sinks=True, experts=experts)
     return _with_windows(config, fields, lambda index: index % 2 == 0)
+
+
+@family("OlmoForCausalLM", vocab_size=50304)
+def _olmo(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms without weights; queries, keys and values may be clamped."""
+    config = DecoderConfig.read({**values, "mlp_bias": False})
+    limit = ConfigFields(values).optional_number("clip_qkv")
+    return replace(config, centered_norms=True, norm_weights=False, norm_eps=1e-5, qkv_limit=limit)
+
+
+@family(
+    "OlmoeForCausalLM",
+    _OLMO_DEFAULTS,
+    hidden_size=2048,
+    intermediate_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    max_position_embeddings=4096,
+    num_experts=64,
+    num_experts_per_tok=8,
+)
+def _olmoe(values: Values) -> DecoderConfig:
+    """LLaMA with experts, and norms on all heads of query and key together, which may be clamped."""
+    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
+    return replace(
+        config,
+        head_norms=_HEAD_NORMS,
+        head_norm_span=NormSpan.ALL_HEADS,
+        qkv_limit=fields.optional_number("clip_qkv"),
+        experts=_plain_experts(fields, config),
+    )
+
+
+@family(
+    "FlexOlmoForCausalLM",
+    vocab_size=100352,
+    max_position_embeddings=4096,
+    rope_theta=5e5,
+    num_experts=7,
+    num_experts_per_tok=5,
+)
+def _flex_olmo(values: Values) -> DecoderConfig:
+    """OLMo 2 with experts."""
+    config = _olmo2(values)
+    return replace(config, experts=_plain_experts(ConfigFields(values), config))
+
+
+@family(
+    "HeliumForCausalLM",
+    vocab_size=48000,
+    hidden_size=2560,
+    intermediate_size=7040,
+    num_hidden_layers=24,
+    num_attention_heads=20,
+    num_key_value_heads=20,
+    head_dim=128,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-8,
+    rope_theta=1e5,
+)
+def _helium(values: Values) -> DecoderConfig:
+    """LLaMA with a rotation that turns neighbours."""
+    return replace(DecoderConfig.read(values), attention_output_bias=False, rotates_neighbours=True)
+
+
+_WITHOUT_GATE = ("up_proj", "down_proj")
+
+
+@family(
+    "ArceeForCausalLM",
+    hidden_size=2560,
+    intermediate_size=18432,
+    hidden_act="relu2",
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
+def _arcee(values: Values) -> DecoderConfig:
+    """LLaMA with an MLP without a gate."""
+    return replace(DecoderConfig.read(values), mlp_names=_WITHOUT_GATE)
+
+
+@family(
+    "NemotronForCausalLM",
+    vocab_size=256000,
+    hidden_size=6144,
+    intermediate_size=24576,
+    num_attention_heads=48,
+    hidden_act="relu2",
+    max_position_embeddings=4096,
+    partial_rotary_factor=0.5,
+)
+def _nemotron(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms that add 1 to their weights, an MLP without a gate, and a rotation of a part of each
+    head."""
+    return replace(
+        DecoderConfig.read(values, rotates_partly=True),
+        centered_norms=True,
+        norm_bias=True,
+        norm_offset=1.0,
+        norm_eps=ConfigFields(values).number("norm_eps", 1e-5),
+        mlp_names=_WITHOUT_GATE,
+    )
+
+
+@family(
+    "Jais2ForCausalLM",
+    vocab_size=150272,
+    hidden_size=3328,
+    intermediate_size=26624,
+    num_attention_heads=26,
+    hidden_act="relu2",
+    max_position_embeddings=8192,
+    attention_bias=True,
+    mlp_bias=True,
+)
+def _jais2(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms, biases, and an MLP without a gate."""
+    return replace(
+        DecoderConfig.read(values),
+        centered_norms=True,
+        norm_bias=True,
+        norm_eps=ConfigFields(values).number("layer_norm_eps", 1e-5),
+        mlp_names=_WITHOUT_GATE,
+    )
+
+
+@family("VaultGemmaForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+def _vault_gemma(values: Values) -> DecoderConfig:
+    """Gemma 2 without norms after attention and MLP."""
+    return replace(_gemma2(values), attention_output_norm=None, mlp_output_norm=None)
+
+
+@family(
+    "CwmForCausalLM",
+    vocab_size=128256,
+    hidden_size=6144,
+    intermediate_size=21504,
+    num_hidden_layers=64,
+    num_attention_heads=48,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    sliding_window=8192,
+    rope_theta=1e6,
+    rope_parameters={
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+    },
+)
+def _cwm(values: Values) -> DecoderConfig:
+    """LLaMA with a window in three of four layers."""
+    config = DecoderConfig.read({**values, "attention_bias": False})
+    return _with_windows(config, ConfigFields(values), lambda index: index % 4 > 0)
+
+
+@family(
+    "Dots1ForCausalLM",
+    vocab_size=152064,
+    hidden_size=4608,
+    intermediate_size=10944,
+    num_hidden_layers=62,
+    num_key_value_heads=32,
+    moe_intermediate_size=1408,
+    norm_topk_prob=False,
+    sliding_window=4096,
+    max_window_layers=62,
+)
+def _dots1(values: Values) -> DecoderConfig:
+    """Qwen3 with the experts of DeepSeek V3."""
+    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
+    first = fields.integer("max_window_layers", minimum=0)
+    config = replace(config, head_norms=_HEAD_NORMS, experts=_deepseek_experts(fields, config))
+    return _with_windows(config, fields, lambda index: index >= first)
+
+
+@family(
+    "Ernie4_5_MoeForCausalLM",
+    vocab_size=103424,
+    hidden_size=2560,
+    intermediate_size=12288,
+    num_hidden_layers=28,
+    num_attention_heads=20,
+    num_key_value_heads=4,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    tie_word_embeddings=True,
+)
+def _ernie4_5_moe(values: Values) -> DecoderConfig:
+    """ERNIE 4.5 with experts whose choice is corrected, in some of the layers."""
+    fields = ConfigFields(values)
+    if fields.flag("use_bias", False):
+        raise fields.error("use_bias", True, "false")
+    config = replace(DecoderConfig.read({**values, **_NO_BIASES}), rotates_neighbours=True)
+    count, inner_size = fields.integer("moe_num_experts", 64), fields.integer("moe_intermediate_size", 1536)
+    interval, start = fields.integer("moe_layer_interval", 1), fields.integer("moe_layer_start_index", 1, minimum=0)
+    end = fields.integer("moe_layer_end_index", -1, minimum=-1)
+    last = config.num_layers - 1 if end == -1 else end
+    dense = [index for index in range(config.num_layers) if (index + 1) % interval or not start <= index <= last]
+    num_shared = fields.integer("moe_num_shared_experts", 2, minimum=0)
+    experts = ExpertsConfig(
+        count=count,
+        num_chosen=_num_chosen(fields, config, count, 6, "moe_k"),
+        inner_size=inner_size,
+        normalized=True,
+        dense_layers=frozenset(dense),
+        correction="moe_statics.e_score_correction_bias",
+        correction_is_row=True,
+        shared_inner_size=num_shared * inner_size or None,
+        shared="mlp.shared_experts",
+    )
+    return replace(config, experts=experts)
+
+
+@family("HunYuanMoEV1ForCausalLM", vocab_size=290943, rms_norm_eps=1e-5)
+def _hunyuan_moe(values: Values) -> DecoderConfig:
+    """HunYuan with experts, including one shared by all tokens."""
+    # A number for each layer, or one for all.
+    for name in ("num_experts", "moe_topk"):
+        given = values.get(name)
+        if isinstance(given, list) and given and given == given[:1] * len(given):
+            values = {**values, name: given[0]}
+    config, fields = _hunyuan_dense(values), ConfigFields(values)
+    count = fields.integer("num_experts", 1)
+    experts = ExpertsConfig(
+        count=count,
+        num_chosen=_num_chosen(fields, config, count, 1, "moe_topk"),
+        inner_size=config.intermediate_size,
+        normalized=True,
+        router="gate.wg",
+        shared_inner_size=config.intermediate_size,
+        shared="mlp.shared_mlp",
+    )
+    return replace(config, experts=experts)
+
+
+def _plain_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
+    """Experts in all layers, chosen by a softmax."""
+    count = fields.integer("num_experts")
+    return ExpertsConfig(
+        count=count,
+        num_chosen=_num_chosen(fields, config, count, None),
+        inner_size=config.intermediate_size,
+        normalized=fields.flag("norm_topk_prob", False),
+    )
 
 
 def _with_norms_after(config: DecoderConfig) -> DecoderConfig:
@@ -834,10 +1084,12 @@ def _qwen_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig 
     )
 
 
-def _num_chosen(fields: ConfigFields, config: DecoderConfig, count: int, default: int | None) -> int:
+def _num_chosen(
+    fields: ConfigFields, config: DecoderConfig, count: int, default: int | None, name: str = "num_experts_per_tok"
+) -> int:
     if count * config.num_layers > _MAX_EXPERTS:
         raise fields.error("num_experts", count, f"at most {_MAX_EXPERTS} in {config.num_layers} layers together")
-    chosen = fields.integer("num_experts_per_tok", default)
+    chosen = fields.integer(name, default)
     if chosen > count:
-        raise fields.error("num_experts_per_tok", chosen, f"at most {count}, the number of experts")
+        raise fields.error(name, chosen, f"at most {count}, the number of experts")
     return chosen
