@@ -512,7 +512,7 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise * (2.0 / sum(parameter.shape)) ** 0.5 * 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 @cache

@@ -35,8 +35,7 @@ from tests.support.tiers import parametrize_once
 from worker_svc.layers.activations import CLAMPED_SWIGLU
 from worker_svc.layers.experts import Scoring
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.families import DECODERS
-from worker_svc.models.registry import load_model
+from worker_svc.models.registry import DECODERS, load_model
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Placement
 
