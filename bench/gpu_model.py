@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from quire.model_files.model_source import resolve_model
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.families import DECODERS
+from worker_svc.models.registry import DECODERS
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 DTYPE = torch.bfloat16

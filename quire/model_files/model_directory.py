@@ -47,6 +47,18 @@ _ARCHITECTURES = {
     "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
     "phimoe": "PhimoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "olmo": "OlmoForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "flex_olmo": "FlexOlmoForCausalLM",
+    "helium": "HeliumForCausalLM",
+    "arcee": "ArceeForCausalLM",
+    "nemotron": "NemotronForCausalLM",
+    "jais2": "Jais2ForCausalLM",
+    "vaultgemma": "VaultGemmaForCausalLM",
+    "cwm": "CwmForCausalLM",
+    "dots1": "Dots1ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())

@@ -239,6 +239,26 @@ NATIVE: dict[str, Family] = {
         },
     ),
     "phi-moe": Family("Phimoe", {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}),
+    "olmo": Family("Olmo"),
+    "olmo-clamped-moe": Family(
+        "Olmoe", {"clip_qkv": 0.5, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    ),
+    "flex-olmo-moe": Family("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "helium": Family("Helium", {"head_dim": 16, "attention_bias": True}),
+    "arcee": Family("Arcee", {"mlp_bias": True}),
+    "nemotron": Family("Nemotron", {"head_dim": 16}),
+    "jais2": Family("Jais2"),
+    "vault-gemma": Family("VaultGemma", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}),
+    "cwm": Family(
+        "Cwm", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **ALTERNATING}
+    ),
+    "dots1-moe": Family(
+        "Dots1", {**ROUTED, **ALTERNATING, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
+    ),
+    "ernie4.5-moe": Family(
+        "Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1}
+    ),
+    "hunyuan-moe": Family("HunYuanMoEV1", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
     # Attention sinks.
     "gpt-oss-moe": Family(
         "GptOss",
@@ -263,7 +283,6 @@ FOREIGN: dict[str, Family] = {
     "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
     "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
-    "nemotron": Family("Nemotron"),
     "biogpt": Family("BioGpt"),
     "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
     # Own attention classes, which adapters replace.
@@ -493,7 +512,7 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(noise * (2.0 / sum(parameter.shape)) ** 0.5 * 1.5)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 @cache

@@ -128,18 +128,27 @@ class RmsNorm(Loadable):
 
 
 class LayerNorm(Loadable):
-    """Layer norm. Without `affine` it has neither weight nor bias; without `bias` only a weight."""
+    """Layer norm. Without `affine` it has neither weight nor bias; without `bias` only a weight, to which `offset` is
+    added."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
     def __init__(
-        self, name: str, dim: int, eps: float, *, placement: Placement, affine: bool = True, bias: bool = True
+        self,
+        name: str,
+        dim: int,
+        eps: float,
+        *,
+        placement: Placement,
+        affine: bool = True,
+        bias: bool = True,
+        offset: float = 0.0,
     ) -> None:
         super().__init__()
         self._weight_spec = TensorSpec(f"{name}.weight", (dim,)) if affine else None
         self._bias_spec = TensorSpec(f"{name}.bias", (dim,)) if affine and bias else None
-        self._eps = eps
+        self._eps, self._offset = eps, offset
         self._placement = placement
         self.weight = None
         self.bias = None
@@ -149,7 +158,7 @@ class LayerNorm(Loadable):
 
     def load(self, tensors: TensorReader) -> None:
         if self._weight_spec is not None:
-            self.weight = frozen(self._placement.copy(tensors.read(self._weight_spec)))
+            self.weight = frozen(self._placement.copy(tensors.read(self._weight_spec)).add_(self._offset))
         if self._bias_spec is not None:
             self.bias = frozen(self._placement.copy(tensors.read(self._bias_spec)))
 
@@ -251,20 +260,23 @@ class HeadNorm(Loadable):
 
 
 class Numbers(Loadable):
-    """A vector of the checkpoint, in float32; if `split`, the part of this rank."""
+    """A vector of the checkpoint, in float32; if `split`, the part of this rank. If `is_row`, the checkpoint has it as
+    [1, count]."""
 
     values: torch.Tensor
 
-    def __init__(self, name: str, count: int, placement: Placement, *, split: bool = True) -> None:
+    def __init__(
+        self, name: str, count: int, placement: Placement, *, split: bool = True, is_row: bool = False
+    ) -> None:
         super().__init__()
-        self._spec = TensorSpec(name, (count,))
+        self._spec = TensorSpec(name, (1, count) if is_row else (count,))
         self._placement, self._split = placement, split
 
     def tensors(self) -> Iterator[TensorSpec]:
         yield self._spec
 
     def load(self, tensors: TensorReader) -> None:
-        values = tensors.read(self._spec)
+        values = tensors.read(self._spec).view(-1)
         if self._split:
             values = values[self._placement.ranks.shard(len(values)).slice]
         self.values = torch.empty_like(values, dtype=torch.float32, device=self._placement.device).copy_(values)

@@ -89,6 +89,7 @@ class ExpertsConfig:
         bias: whether the layers of experts and the router have biases.
         router: the name of the router.
         correction: the name of numbers that are added to the scores when experts are chosen; None if there are none.
+        correction_is_row: as in `Numbers`.
         num_groups: experts are in groups of neighbours, and only those in the best groups are chosen. The score of
             a group is the sum of its two best.
         scale: a factor on the weights.
@@ -109,6 +110,7 @@ class ExpertsConfig:
     router: str = "gate"
     scoring: Scoring = Scoring.SOFTMAX
     correction: str | None = None
+    correction_is_row: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
     scale: float = 1.0
@@ -141,7 +143,9 @@ class Experts(nn.Module):
         self.router = whole(f"{name}.{config.router}", config.count, bias=config.bias)
         self.correction: Numbers | None = None
         if config.correction is not None:
-            self.correction = Numbers(f"{name}.{config.correction}", config.count, placement, split=False)
+            self.correction = Numbers(
+                f"{name}.{config.correction}", config.count, placement, split=False, is_row=config.correction_is_row
+            )
         self.experts = nn.ModuleList(
             mlp(f"{name}.experts.{number}", config.inner_size, config.names) for number in range(config.count)
         )

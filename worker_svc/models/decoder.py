@@ -62,6 +62,7 @@ class DecoderConfig:
     centered_norms: bool = False
     """Whether norms subtract the mean, as LayerNorm does."""
     norm_bias: bool = False
+    norm_weights: bool = True
     norm_offset: float = 0.0
     """Number that norms add to their weights."""
     head_norms: tuple[str, str] | None = None
@@ -70,6 +71,8 @@ class DecoderConfig:
     norms_rotated_heads: bool = False
     """Whether query and key are rotated before their norms."""
 
+    qkv_limit: float | None = None
+    """The largest absolute value of queries, keys and values, which are clamped before they are rotated."""
     sliding_rope: RopeConfig | None = None
     """The rotation of layers with a window, if it differs."""
     unrotated_layers: frozenset[int] = frozenset()
@@ -180,6 +183,7 @@ class DecoderLayer(nn.Module):
         hidden = config.hidden_size
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
         self._rotation = rotation
+        self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
         self.attention_norm = make_norm(name, config.attention_norm, config, placement)
         self.qkv = Linear(
@@ -270,6 +274,8 @@ class DecoderLayer(nn.Module):
         query, key, value = self.attention.split(self.qkv(x))
         if not self._norms_rotated:
             query, key = self._normed(query, key)
+        if (limit := self._qkv_limit) is not None:
+            query, key, value = (each.clamp(-limit, limit) for each in (query, key, value))
         rotation = self._rotation
         if rotation is not None and rotation.of_query is None and not self._norms_rotated:
             query = ops.rotary_and_cache(query, key, value, positions, rotation.table, kv_cache, metadata.slot_mapping)
@@ -366,7 +372,15 @@ def make_norm(
     name, hidden = f"{owner}.{module}", config.hidden_size
     eps = config.norm_eps / config.residual_scale**2 if in_stream else config.norm_eps
     if config.centered_norms:
-        return LayerNorm(name, hidden, eps, placement=placement, bias=config.norm_bias)
+        return LayerNorm(
+            name,
+            hidden,
+            eps,
+            placement=placement,
+            affine=config.norm_weights,
+            bias=config.norm_bias,
+            offset=config.norm_offset,
+        )
     return RmsNorm(name, hidden, eps, placement=placement, offset=config.norm_offset)
 
 

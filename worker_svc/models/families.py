@@ -1,50 +1,40 @@
-"""The table of the families that `decoder` runs: what the config.json of each means.
+"""The table of the families without experts that `decoder` runs: what the config.json of each means.
 
-A row is a function under `family`, which names the architecture and the defaults of transformers for fields that
+A row is a function under `DENSE.add`, which names the architecture and the defaults of transformers for fields that
 config.json lacks and that differ from LLaMA's. The function takes config.json over these defaults.
 """
 
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from worker_svc.layers.activations import CLAMPED_SWIGLU
 from worker_svc.layers.embedding_norm import NormSpan
-from worker_svc.layers.experts import MERGED_GATE_UP_DOWN, ExpertsConfig, Scoring
+from worker_svc.layers.experts import MERGED_GATE_UP_DOWN
 from worker_svc.models.base import ConfigFields
-from worker_svc.models.decoder import DecoderConfig, DecoderFamily
+from worker_svc.models.decoder import DecoderConfig
+from worker_svc.models.family_parts import (
+    HEAD_NORMS,
+    NO_BIASES,
+    WITHOUT_GATE,
+    Families,
+    Values,
+    window_of,
+    windows_of_layers,
+    with_norms_after,
+    with_two_rotations,
+    with_upper_windows,
+    with_windows,
+    without_window,
+)
 from worker_svc.models.rope import RopeConfig
 
-Values = Mapping[str, Any]
-
-DECODERS: dict[str, DecoderFamily] = {}
-"""The rows, by architecture."""
-
-_NO_BIASES: Values = {"attention_bias": False, "mlp_bias": False}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_HEAD_NORMS = ("q_norm", "k_norm")
-# More than any model has, in all layers. It bounds what a wrong configuration can allocate.
-_MAX_EXPERTS = 1 << 16
+DENSE = Families()
 
 
-def family(
-    architecture: str, defaults: Values | None = None, **further: Any
-) -> Callable[[Callable[[Values], DecoderConfig]], Callable[[Values], DecoderConfig]]:
-    """Makes the function below a row of the table, with `defaults` and `further` ones."""
-
-    def add(describe: Callable[[Values], DecoderConfig]) -> Callable[[Values], DecoderConfig]:
-        DECODERS[architecture] = DecoderFamily(architecture, {**(defaults or {}), **further}, describe)
-        return describe
-
-    return add
-
-
-@family("LlamaForCausalLM")
+@DENSE.add("LlamaForCausalLM")
 def _llama(values: Values) -> DecoderConfig:
     return DecoderConfig.read(values)
 
 
-@family(
+@DENSE.add(
     "MistralForCausalLM",
     intermediate_size=14336,
     num_key_value_heads=8,
@@ -53,7 +43,7 @@ def _llama(values: Values) -> DecoderConfig:
 )
 def _mistral(values: Values) -> DecoderConfig:
     """LLaMA whose layers may see a sliding window: all layers, or the sliding ones of `layer_types` (Ministral)."""
-    return _with_windows(DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values), lambda _: True)
+    return with_windows(DecoderConfig.read({**values, **NO_BIASES}), ConfigFields(values), lambda _: True)
 
 
 _QWEN_DEFAULTS = {
@@ -65,20 +55,20 @@ _QWEN_DEFAULTS = {
 }
 
 
-@family("Qwen2ForCausalLM", _QWEN_DEFAULTS)
+@DENSE.add("Qwen2ForCausalLM", _QWEN_DEFAULTS)
 def _qwen2(values: Values) -> DecoderConfig:
     """LLaMA with biases on query, key and value. The upper layers may see a sliding window."""
-    return replace(_with_upper_windows(DecoderConfig.read({**values, **_NO_BIASES}), values), qkv_bias=True)
+    return replace(with_upper_windows(DecoderConfig.read({**values, **NO_BIASES}), values), qkv_bias=True)
 
 
-@family("Qwen3ForCausalLM", _QWEN_DEFAULTS, head_dim=128)
+@DENSE.add("Qwen3ForCausalLM", _QWEN_DEFAULTS, head_dim=128)
 def _qwen3(values: Values) -> DecoderConfig:
     """LLaMA with norms on the heads of query and key. The upper layers may see a sliding window."""
     config = DecoderConfig.read({**values, "mlp_bias": False})
-    return replace(_with_upper_windows(config, values), head_norms=_HEAD_NORMS)
+    return replace(with_upper_windows(config, values), head_norms=HEAD_NORMS)
 
 
-@family(
+@DENSE.add(
     "Phi3ForCausalLM",
     vocab_size=32064,
     hidden_size=3072,
@@ -89,7 +79,7 @@ def _qwen3(values: Values) -> DecoderConfig:
 )
 def _phi3(values: Values) -> DecoderConfig:
     """LLaMA with merged weights, whose rotation may turn a part of each head. Layers may see a sliding window."""
-    config = DecoderConfig.read({**values, **_NO_BIASES}, rotates_partly=True)
+    config = DecoderConfig.read({**values, **NO_BIASES}, rotates_partly=True)
     if (kind := config.rope.rope_type) not in ("default", "longrope"):
         raise config.rope.fields.error("rope_type", kind, "default or longrope")
     return replace(
@@ -97,91 +87,6 @@ def _phi3(values: Values) -> DecoderConfig:
         merged_qkv=True,
         mlp_names=MERGED_GATE_UP_DOWN,
         sliding_windows=(window_of(ConfigFields(values)),) * config.num_layers,
-    )
-
-
-@family(
-    "MixtralForCausalLM",
-    intermediate_size=14336,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
-)
-def _mixtral(values: Values) -> DecoderConfig:
-    """LLaMA with experts in each layer, whose weights come to 1. Layers may see a sliding window."""
-    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
-    count = fields.integer("num_experts" if "num_experts" in values else "num_local_experts", 8)
-    experts = ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, 2),
-        inner_size=config.intermediate_size,
-        normalized=True,
-        module="block_sparse_moe",
-        names=("w1", "w3", "w2"),
-    )
-    return replace(config, experts=experts, sliding_windows=(window_of(fields),) * config.num_layers)
-
-
-_QWEN_MOE_DEFAULTS = {
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-}
-
-
-@family(
-    "Qwen2MoeForCausalLM",
-    _QWEN_MOE_DEFAULTS,
-    intermediate_size=5632,
-    num_attention_heads=16,
-    num_key_value_heads=16,
-    moe_intermediate_size=1408,
-    shared_expert_intermediate_size=5632,
-    num_experts_per_tok=4,
-    num_experts=60,
-)
-def _qwen2_moe(values: Values) -> DecoderConfig:
-    """LLaMA with biases on query, key and value, and with experts, including one shared by all tokens. Every other one
-    of the lower layers may see a sliding window."""
-    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
-    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    end = fields.integer("max_window_layers", 28, minimum=0)
-    experts = _qwen_experts(fields, config)
-    if experts is not None:
-        shared_size = fields.integer("shared_expert_intermediate_size")
-        experts = replace(experts, shared_inner_size=shared_size, shared_gate="shared_expert_gate")
-    return replace(
-        config,
-        qkv_bias=fields.flag("qkv_bias", True),
-        experts=experts,
-        sliding_windows=windows_of_layers(
-            fields, config.num_layers, window, lambda index: index % 2 == 0 and index < end
-        ),
-    )
-
-
-@family(
-    "Qwen3MoeForCausalLM",
-    _QWEN_MOE_DEFAULTS,
-    intermediate_size=6144,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    moe_intermediate_size=768,
-    num_experts_per_tok=8,
-    num_experts=128,
-)
-def _qwen3_moe(values: Values) -> DecoderConfig:
-    """Qwen3 with experts. Layers may see a sliding window."""
-    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
-    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    return replace(
-        config,
-        head_norms=_HEAD_NORMS,
-        experts=_qwen_experts(fields, config),
-        sliding_windows=(window,) * config.num_layers,
     )
 
 
@@ -203,7 +108,7 @@ _GEMMA_2_DEFAULTS = _GEMMA_DEFAULTS | {
 }
 
 
-@family(
+@DENSE.add(
     "GemmaForCausalLM",
     _GEMMA_DEFAULTS,
     hidden_size=3072,
@@ -219,29 +124,29 @@ def _gemma(values: Values) -> DecoderConfig:
     return _read_gemma(values, None if values["hidden_act"] == "gelu" else values["hidden_act"])
 
 
-@family("Gemma2ForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+@DENSE.add("Gemma2ForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 def _gemma2(values: Values) -> DecoderConfig:
     """Gemma with norms after attention and MLP, and soft caps on scores and logits; every other layer has a window."""
     config, fields = _read_gemma_2(values), ConfigFields(values)
     config = replace(config, soft_cap=fields.optional_number("attn_logit_softcapping"))
-    return _with_windows(config, fields, lambda index: index % 2 == 0)
+    return with_windows(config, fields, lambda index: index % 2 == 0)
 
 
-@family("Gemma3ForCausalLM", _GEMMA_2_DEFAULTS, vocab_size=262208, max_position_embeddings=131072)
+@DENSE.add("Gemma3ForCausalLM", _GEMMA_2_DEFAULTS, vocab_size=262208, max_position_embeddings=131072)
 def _gemma3(values: Values) -> DecoderConfig:
     """Gemma 2 (text) with norms on the heads of query and key, and another rotation in layers with a window."""
     fields = ConfigFields(values)
-    full, sliding = _with_two_rotations(fields, 1e6, "rope_local_base_freq", 1e4)
+    full, sliding = with_two_rotations(fields, 1e6, "rope_local_base_freq", 1e4)
     config = _read_gemma_2(full)
     pattern = fields.integer("sliding_window_pattern", 6)
     config = replace(
         config,
-        head_norms=_HEAD_NORMS,
+        head_norms=HEAD_NORMS,
         sliding_rope=RopeConfig.read(ConfigFields(sliding), config.head_dim),
         # The positions that the scaled rotation reaches already.
         max_model_len=config.rope.max_positions,
     )
-    return _with_windows(config, fields, lambda index: (index + 1) % pattern > 0)
+    return with_windows(config, fields, lambda index: (index + 1) % pattern > 0)
 
 
 def _read_gemma(values: Values, activation: str | None) -> DecoderConfig:
@@ -263,7 +168,7 @@ def _read_gemma_2(values: Values) -> DecoderConfig:
     )
 
 
-@family(
+@DENSE.add(
     "Ministral3ForCausalLM",
     vocab_size=131072,
     intermediate_size=14336,
@@ -284,8 +189,9 @@ def _read_gemma_2(values: Values) -> DecoderConfig:
 )
 def _ministral3(values: Values) -> DecoderConfig:
     """LLaMA whose queries grow with their position. Layers may see a sliding window."""
-    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
-    growth = config.rope.fields.optional_number("llama_4_scaling_beta")
+    config, fields = DecoderConfig.read({**values, **NO_BIASES}), ConfigFields(values)
+    rope = config.rope.fields
+    growth = rope.optional_number("llama_4_scaling_beta") if rope.values.get("llama_4_scaling_beta") else None
     return replace(
         config,
         query_growth=None if growth is None else (growth, config.rope.original_max_positions),
@@ -293,7 +199,7 @@ def _ministral3(values: Values) -> DecoderConfig:
     )
 
 
-@family(
+@DENSE.add(
     "SmolLM3ForCausalLM",
     vocab_size=128256,
     hidden_size=2048,
@@ -318,7 +224,7 @@ def _smollm3(values: Values) -> DecoderConfig:
     return replace(config, unrotated_layers=unrotated, sliding_windows=windows)
 
 
-@family(
+@DENSE.add(
     "SeedOssForCausalLM",
     vocab_size=155136,
     intermediate_size=27648,
@@ -335,8 +241,8 @@ def _seed_oss(values: Values) -> DecoderConfig:
     return replace(DecoderConfig.read(values), attention_output_bias=output_bias)
 
 
-@family("GraniteForCausalLM")
-def _granite(values: Values) -> DecoderConfig:
+@DENSE.add("GraniteForCausalLM")
+def granite(values: Values) -> DecoderConfig:
     """LLaMA with factors on embeddings, scores, outputs of attention and MLP, and logits."""
     fields = ConfigFields(values)
     return replace(
@@ -348,52 +254,30 @@ def _granite(values: Values) -> DecoderConfig:
     )
 
 
-@family("GraniteMoeForCausalLM")
-def _granite_moe(values: Values) -> DecoderConfig:
-    """Granite with experts, all of one layer in one tensor of the checkpoint."""
-    config, fields = _granite(values), ConfigFields(values)
-    count = fields.integer("num_local_experts", 8)
-    shared_size = fields.integer("shared_intermediate_size", 0, minimum=0)
-    experts = ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, 2),
-        inner_size=config.intermediate_size,
-        normalized=True,
-        module="block_sparse_moe",
-        router="router.layer",
-        shared_inner_size=shared_size or None,
-        shared="shared_mlp",
-        shared_names=("input_linear", "input_linear", "output_linear"),
-    )
-    return replace(config, experts=experts)
+OLMO_DEFAULTS = {"vocab_size": 50304, "rms_norm_eps": 1e-5}
 
 
-family("GraniteMoeSharedForCausalLM")(_granite_moe)
-
-_OLMO_DEFAULTS = {"vocab_size": 50304, "rms_norm_eps": 1e-5}
-
-
-@family("Olmo2ForCausalLM", _OLMO_DEFAULTS)
-def _olmo2(values: Values) -> DecoderConfig:
+@DENSE.add("Olmo2ForCausalLM", OLMO_DEFAULTS)
+def olmo2(values: Values) -> DecoderConfig:
     """LLaMA with norms after attention and MLP, not before, and norms on all heads of query and key together."""
     return replace(
-        _with_norms_after(DecoderConfig.read({**values, "mlp_bias": False})),
-        head_norms=_HEAD_NORMS,
+        with_norms_after(DecoderConfig.read({**values, "mlp_bias": False})),
+        head_norms=HEAD_NORMS,
         head_norm_span=NormSpan.ALL_HEADS,
     )
 
 
-@family("Olmo3ForCausalLM", _OLMO_DEFAULTS, sliding_window=4096)
+@DENSE.add("Olmo3ForCausalLM", OLMO_DEFAULTS, sliding_window=4096)
 def _olmo3(values: Values) -> DecoderConfig:
     """OLMo 2 with windows in most layers, whose rotation is not scaled."""
     fields = ConfigFields(values)
-    full, sliding = _with_two_rotations(fields, 5e5, "rope_theta", 5e5)
-    config = _olmo2(full)
+    full, sliding = with_two_rotations(fields, 5e5, "rope_theta", 5e5)
+    config = olmo2(full)
     config = replace(config, sliding_rope=RopeConfig.read(ConfigFields(sliding), config.head_dim))
-    return _with_windows(config, fields, lambda index: (index + 1) % 4 > 0)
+    return with_windows(config, fields, lambda index: (index + 1) % 4 > 0)
 
 
-@family(
+@DENSE.add(
     "Exaone4ForCausalLM",
     vocab_size=102400,
     intermediate_size=16384,
@@ -405,7 +289,7 @@ def _olmo3(values: Values) -> DecoderConfig:
 def _exaone4(values: Values) -> DecoderConfig:
     """LLaMA with norms after attention and MLP, not before, and norms on the heads of query and key. If some layers
     have a window, only they have a rotation."""
-    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
+    config, fields = DecoderConfig.read({**values, **NO_BIASES}), ConfigFields(values)
     pattern, last = values["sliding_window_pattern"], config.num_layers - 1
 
     def is_sliding(index: int) -> bool:
@@ -413,11 +297,11 @@ def _exaone4(values: Values) -> DecoderConfig:
             return index != last and pattern[index % len(pattern)] == "L"
         return (index + 1) % fields.integer("sliding_window_pattern") > 0
 
-    config = replace(_with_norms_after(config), head_norms=_HEAD_NORMS)
+    config = replace(with_norms_after(config), head_norms=HEAD_NORMS)
     if window_of(fields) is None:
         return config
-    config = _with_windows(config, fields, is_sliding)
-    return replace(config, unrotated_layers=_without_window(config))
+    config = with_windows(config, fields, is_sliding)
+    return replace(config, unrotated_layers=without_window(config))
 
 
 _GLM_DEFAULTS = {
@@ -433,7 +317,7 @@ _GLM_DEFAULTS = {
 }
 
 
-@family("GlmForCausalLM", _GLM_DEFAULTS)
+@DENSE.add("GlmForCausalLM", _GLM_DEFAULTS)
 def _glm(values: Values) -> DecoderConfig:
     """LLaMA with biases on query, key and value; the rotation turns neighbours, in a part of each head."""
     return replace(
@@ -444,71 +328,10 @@ def _glm(values: Values) -> DecoderConfig:
     )
 
 
-@family("Glm4ForCausalLM", _GLM_DEFAULTS)
+@DENSE.add("Glm4ForCausalLM", _GLM_DEFAULTS)
 def _glm4(values: Values) -> DecoderConfig:
     """GLM with norms after attention and MLP, too."""
     return replace(_glm(values), attention_output_norm="post_self_attn_layernorm", mlp_output_norm="post_mlp_layernorm")
-
-
-@family(
-    "Glm4MoeForCausalLM",
-    vocab_size=151552,
-    intermediate_size=10944,
-    num_hidden_layers=46,
-    num_attention_heads=96,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    partial_rotary_factor=0.5,
-    n_routed_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=1408,
-    first_k_dense_replace=1,
-)
-def _glm4_moe(values: Values) -> DecoderConfig:
-    """LLaMA with the experts of DeepSeek V3, whose rotation turns a part of each head."""
-    config, fields = DecoderConfig.read({**values, "mlp_bias": False}, rotates_partly=True), ConfigFields(values)
-    return replace(
-        config,
-        attention_output_bias=False,
-        head_norms=_HEAD_NORMS if fields.flag("use_qk_norm", False) else None,
-        experts=_deepseek_experts(fields, config),
-    )
-
-
-@family(
-    "MiniMaxM2ForCausalLM",
-    vocab_size=200064,
-    hidden_size=3072,
-    intermediate_size=1536,
-    num_hidden_layers=62,
-    num_attention_heads=48,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=196608,
-    rope_theta=5e6,
-    num_local_experts=256,
-)
-def _minimax_m2(values: Values) -> DecoderConfig:
-    """LLaMA with experts that are chosen by sigmoids, and norms on all heads of query and key together. The rotation
-    may turn a part of each head."""
-    values = {**values, **_NO_BIASES}
-    fields = ConfigFields(values)
-    if values.get("rotary_dim") is not None:
-        values["partial_rotary_factor"] = fields.integer("rotary_dim") / fields.integer("head_dim")
-    config = DecoderConfig.read(values, rotates_partly=True)
-    count = fields.integer("num_local_experts")
-    experts = ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, 8),
-        inner_size=config.intermediate_size,
-        normalized=True,
-        module="block_sparse_moe",
-        names=("w1", "w3", "w2"),
-        scoring=Scoring.SIGMOID,
-        correction="e_score_correction_bias",
-    )
-    return replace(config, head_norms=_HEAD_NORMS, head_norm_span=NormSpan.ALL_HEADS, experts=experts)
 
 
 _COHERE_DEFAULTS = {
@@ -522,7 +345,7 @@ _COHERE_DEFAULTS = {
 }
 
 
-@family("CohereForCausalLM", _COHERE_DEFAULTS, rope_theta=5e5)
+@DENSE.add("CohereForCausalLM", _COHERE_DEFAULTS, rope_theta=5e5)
 def _cohere(values: Values) -> DecoderConfig:
     """LLaMA with layer norms without biases, attention and MLP side by side, a rotation that turns neighbours, and
     scaled logits. Each head of query and key may have a norm of its own."""
@@ -533,23 +356,23 @@ def _cohere(values: Values) -> DecoderConfig:
         norm_eps=fields.number("layer_norm_eps", 1e-5),
         is_parallel=True,
         mlp_norm=None,
-        head_norms=_HEAD_NORMS if fields.flag("use_qk_norm", False) else None,
+        head_norms=HEAD_NORMS if fields.flag("use_qk_norm", False) else None,
         head_norm_span=NormSpan.OWN_HEAD,
         rotates_neighbours=True,
         logit_scale=fields.number("logit_scale", 0.0625),
     )
 
 
-@family("Cohere2ForCausalLM", _COHERE_DEFAULTS, sliding_window=4096)
+@DENSE.add("Cohere2ForCausalLM", _COHERE_DEFAULTS, sliding_window=4096)
 def _cohere2(values: Values) -> DecoderConfig:
     """Cohere with a window in most layers; only they have a rotation."""
     fields = ConfigFields(values)
     pattern = fields.integer("sliding_window_pattern", 4)
-    config = _with_windows(_cohere({**values, "use_qk_norm": False}), fields, lambda index: (index + 1) % pattern > 0)
-    return replace(config, unrotated_layers=_without_window(config))
+    config = with_windows(_cohere({**values, "use_qk_norm": False}), fields, lambda index: (index + 1) % pattern > 0)
+    return replace(config, unrotated_layers=without_window(config))
 
 
-@family(
+@DENSE.add(
     "Starcoder2ForCausalLM",
     vocab_size=49152,
     hidden_size=3072,
@@ -576,7 +399,7 @@ def _starcoder2(values: Values) -> DecoderConfig:
     )
 
 
-@family(
+@DENSE.add(
     "StableLmForCausalLM",
     vocab_size=50304,
     hidden_size=2560,
@@ -589,7 +412,7 @@ def _stablelm(values: Values) -> DecoderConfig:
     """LLaMA with layer norms, perhaps also on the heads of query and key, and perhaps with attention and MLP side by
     side. The rotation turns a part of each head."""
     fields = ConfigFields(values)
-    config = DecoderConfig.read({**values, **_NO_BIASES, "head_dim": None}, rotates_partly=True)
+    config = DecoderConfig.read({**values, **NO_BIASES, "head_dim": None}, rotates_partly=True)
     is_parallel = fields.flag("use_parallel_residual", False)
     return replace(
         config,
@@ -604,7 +427,7 @@ def _stablelm(values: Values) -> DecoderConfig:
     )
 
 
-@family(
+@DENSE.add(
     "Ernie4_5ForCausalLM",
     vocab_size=103424,
     hidden_size=1024,
@@ -624,13 +447,13 @@ def _ernie4_5(values: Values) -> DecoderConfig:
     return replace(DecoderConfig.read({**values, "attention_bias": bias, "mlp_bias": bias}), rotates_neighbours=True)
 
 
-@family("HunYuanDenseV1ForCausalLM", vocab_size=290943, rms_norm_eps=1e-5)
-def _hunyuan_dense(values: Values) -> DecoderConfig:
+@DENSE.add("HunYuanDenseV1ForCausalLM", vocab_size=290943, rms_norm_eps=1e-5)
+def hunyuan_dense(values: Values) -> DecoderConfig:
     """LLaMA with norms on the heads of query and key after their rotation, whose base may be scaled (NTK)."""
     config = DecoderConfig.read({**values, "mlp_bias": False})
-    rope, alpha = config.rope, config.rope.fields.optional_number("alpha")
-    if rope.rope_type == "dynamic" and alpha is not None:
-        theta = rope.theta * alpha ** (rope.head_dim / (rope.head_dim - 2))
+    rope = config.rope
+    if rope.rope_type == "dynamic" and rope.fields.values.get("alpha"):
+        theta = rope.theta * rope.fields.number("alpha") ** (rope.head_dim / (rope.head_dim - 2))
         rope = replace(rope, rope_type="default", theta=theta)
     return replace(
         config,
@@ -641,203 +464,118 @@ def _hunyuan_dense(values: Values) -> DecoderConfig:
     )
 
 
-@family(
-    "PhimoeForCausalLM",
-    vocab_size=32064,
-    intermediate_size=6400,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
-    rope_theta=1e6,
+@DENSE.add("OlmoForCausalLM", vocab_size=50304)
+def _olmo(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms without weights; queries, keys and values may be clamped."""
+    config = DecoderConfig.read({**values, "mlp_bias": False})
+    limit = ConfigFields(values).optional_number("clip_qkv")
+    return replace(config, centered_norms=True, norm_weights=False, norm_eps=1e-5, qkv_limit=limit)
+
+
+@DENSE.add(
+    "HeliumForCausalLM",
+    vocab_size=48000,
+    hidden_size=2560,
+    intermediate_size=7040,
+    num_hidden_layers=24,
+    num_attention_heads=20,
+    num_key_value_heads=20,
+    head_dim=128,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-8,
+    rope_theta=1e5,
 )
-def _phimoe(values: Values) -> DecoderConfig:
-    """Mixtral with layer norms, biases, and another choice of experts."""
-    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
-    count = fields.integer("num_local_experts", 16)
-    experts = ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, 2),
-        inner_size=config.intermediate_size,
-        normalized=False,
-        module="block_sparse_moe",
-        names=("w1", "w3", "w2"),
-        scoring=Scoring.SPARSE_MIXER,
-        tolerance=fields.number("router_jitter_noise", 0.01),
-    )
+def _helium(values: Values) -> DecoderConfig:
+    """LLaMA with a rotation that turns neighbours."""
+    return replace(DecoderConfig.read(values), attention_output_bias=False, rotates_neighbours=True)
+
+
+@DENSE.add(
+    "ArceeForCausalLM",
+    hidden_size=2560,
+    intermediate_size=18432,
+    hidden_act="relu2",
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+)
+def _arcee(values: Values) -> DecoderConfig:
+    """LLaMA with an MLP without a gate."""
+    return replace(DecoderConfig.read(values), mlp_names=WITHOUT_GATE)
+
+
+@DENSE.add(
+    "NemotronForCausalLM",
+    vocab_size=256000,
+    hidden_size=6144,
+    intermediate_size=24576,
+    num_attention_heads=48,
+    hidden_act="relu2",
+    max_position_embeddings=4096,
+    partial_rotary_factor=0.5,
+)
+def _nemotron(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms that add 1 to their weights, an MLP without a gate, and a rotation of a part of each
+    head."""
     return replace(
-        config,
+        DecoderConfig.read(values, rotates_partly=True),
         centered_norms=True,
         norm_bias=True,
-        head_bias=fields.flag("lm_head_bias", False),
-        experts=experts,
-        sliding_windows=(window_of(fields),) * config.num_layers,
+        norm_offset=1.0,
+        norm_eps=ConfigFields(values).number("norm_eps", 1e-5),
+        mlp_names=WITHOUT_GATE,
     )
 
 
-@family(
-    "GptOssForCausalLM",
-    vocab_size=201088,
-    hidden_size=2880,
-    intermediate_size=2880,
-    num_hidden_layers=36,
-    num_attention_heads=64,
+@DENSE.add(
+    "Jais2ForCausalLM",
+    vocab_size=150272,
+    hidden_size=3328,
+    intermediate_size=26624,
+    num_attention_heads=26,
+    hidden_act="relu2",
+    max_position_embeddings=8192,
+    attention_bias=True,
+    mlp_bias=True,
+)
+def _jais2(values: Values) -> DecoderConfig:
+    """LLaMA with layer norms, biases, and an MLP without a gate."""
+    return replace(
+        DecoderConfig.read(values),
+        centered_norms=True,
+        norm_bias=True,
+        norm_eps=ConfigFields(values).number("layer_norm_eps", 1e-5),
+        mlp_names=WITHOUT_GATE,
+    )
+
+
+@DENSE.add("VaultGemmaForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+def _vault_gemma(values: Values) -> DecoderConfig:
+    """Gemma 2 without norms after attention and MLP."""
+    return replace(_gemma2(values), attention_output_norm=None, mlp_output_norm=None)
+
+
+@DENSE.add(
+    "CwmForCausalLM",
+    vocab_size=128256,
+    hidden_size=6144,
+    intermediate_size=21504,
+    num_hidden_layers=64,
+    num_attention_heads=48,
     num_key_value_heads=8,
-    head_dim=64,
+    head_dim=128,
     max_position_embeddings=131072,
     rms_norm_eps=1e-5,
-    attention_bias=True,
-    sliding_window=128,
-    rope_theta=150000.0,
+    sliding_window=8192,
+    rope_theta=1e6,
     rope_parameters={
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "truncate": False,
-        "original_max_position_embeddings": 4096,
+        "rope_type": "llama3",
+        "factor": 16.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
     },
-    num_local_experts=128,
 )
-def _gpt_oss(values: Values) -> DecoderConfig:
-    """LLaMA with attention sinks, windows in every other layer, and experts with biases and clamped activations, all
-    of one layer in one tensor of the checkpoint."""
-    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
-    for name, only in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
-        if fields.number(name, only) != only:
-            raise fields.error(name, values[name], str(only))
-    count = fields.integer("num_local_experts")
-    experts = ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, 4),
-        inner_size=config.intermediate_size,
-        normalized=True,
-        bias=True,
-        router="router",
-    )
-    config = replace(config, activation=CLAMPED_SWIGLU, has_sinks=True, experts=experts)
-    return _with_windows(config, fields, lambda index: index % 2 == 0)
-
-
-def _with_norms_after(config: DecoderConfig) -> DecoderConfig:
-    return replace(
-        config,
-        attention_norm=None,
-        attention_output_norm="post_attention_layernorm",
-        mlp_norm=None,
-        mlp_output_norm="post_feedforward_layernorm",
-    )
-
-
-def _without_window(config: DecoderConfig) -> frozenset[int]:
-    """The layers that see the whole context."""
-    return frozenset(index for index, window in enumerate(config.sliding_windows) if window is None)
-
-
-def _deepseek_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
-    """DeepSeek V3's, in all but the first layers."""
-    count, inner_size = fields.integer("n_routed_experts"), fields.integer("moe_intermediate_size")
-    num_groups = fields.integer("n_group", 1)
-    chosen_groups = fields.integer("topk_group", 1)
-    if count % num_groups or count < 2 * num_groups or chosen_groups > num_groups:
-        raise fields.error("n_group", num_groups, f"groups of at least 2 of {count} experts, {chosen_groups} or more")
-    num_shared = fields.integer("n_shared_experts", 1, minimum=0)
-    return ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, None),
-        inner_size=inner_size,
-        normalized=fields.flag("norm_topk_prob", True),
-        dense_layers=frozenset(range(fields.integer("first_k_dense_replace", 0, minimum=0))),
-        scoring=Scoring.SIGMOID,
-        correction="gate.e_score_correction_bias",
-        num_groups=num_groups,
-        num_chosen_groups=chosen_groups,
-        scale=fields.number("routed_scaling_factor", 1.0),
-        shared_inner_size=num_shared * inner_size or None,
-        shared="mlp.shared_experts",
-    )
-
-
-def _with_windows(config: DecoderConfig, fields: ConfigFields, is_sliding: Callable[[int], bool]) -> DecoderConfig:
-    """`sliding_window` in layers as in `windows_of_layers`."""
-    windows = windows_of_layers(fields, config.num_layers, window_of(fields), is_sliding)
-    return replace(config, sliding_windows=windows)
-
-
-def _with_upper_windows(config: DecoderConfig, values: Values) -> DecoderConfig:
-    """`sliding_window` in the sliding layers of `layer_types`; without `layer_types`, from `max_window_layers` on."""
-    fields = ConfigFields(values)
-    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    first = fields.integer("max_window_layers", 28, minimum=0)
-    windows = windows_of_layers(fields, config.num_layers, window, lambda index: index >= first)
-    return replace(config, sliding_windows=windows)
-
-
-def windows_of_layers(
-    fields: ConfigFields, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """`window` in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
-
-    Raises:
-        ConfigurationError: an unknown type of layer, or a sliding layer without a window.
-    """
-    types = fields.values.get("layer_types")
-    if types is None:
-        return tuple(window if is_sliding(index) else None for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
-        raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
-    if window is None and _SLIDING in types:
-        raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
-    return tuple(window if each == _SLIDING else None for each in types)
-
-
-def window_of(fields: ConfigFields) -> int | None:
-    """The field `sliding_window`."""
-    return None if fields.values.get("sliding_window") is None else fields.integer("sliding_window")
-
-
-def _with_two_rotations(
-    fields: ConfigFields, theta: float, sliding_name: str, sliding_theta: float
-) -> tuple[Values, Values]:
-    """The configuration with the rope section of layers without a window, and with that of layers with one, as
-    transformers 5 or 4 write them.
-
-    Args:
-        theta: the default of `rope_theta`.
-        sliding_name: the field of transformers 4 with the base of layers with a window, and its default.
-    """
-    values = fields.values
-    given = values.get("rope_parameters") or {_FULL: values.get("rope_scaling") or {}}
-    if not isinstance(given, dict) or not given.keys() <= {_FULL, _SLIDING}:
-        raise fields.error("rope_parameters", given, f"sections for {_FULL} and {_SLIDING}")
-    sections = {kind: given.get(kind) or {} for kind in (_FULL, _SLIDING)}
-    if not all(isinstance(section, dict) for section in sections.values()):
-        raise fields.error("rope_parameters", given, "a section for each kind of layer")
-    bases = {_FULL: fields.number("rope_theta", theta), _SLIDING: fields.number(sliding_name, sliding_theta)}
-    full, sliding = ({"rope_theta": bases[kind], **section} for kind, section in sections.items())
-    plain = {**values, "rope_scaling": None}
-    return {**plain, "rope_parameters": full}, {**plain, "rope_parameters": sliding}
-
-
-def _qwen_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
-    """None if no layer has experts."""
-    # transformers 5 writes Qwen3's number by Mixtral's name.
-    count = fields.integer("num_local_experts" if "num_local_experts" in fields.values else "num_experts", minimum=0)
-    if not count:
-        return None
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
-        raise fields.error("mlp_only_layers", dense, "a list of layers")
-    return ExpertsConfig(
-        count=count,
-        num_chosen=_num_chosen(fields, config, count, None),
-        inner_size=fields.integer("moe_intermediate_size"),
-        normalized=fields.flag("norm_topk_prob", False),
-        dense_layers=frozenset(dense) | {index for index in range(config.num_layers) if (index + 1) % step},
-    )
-
-
-def _num_chosen(fields: ConfigFields, config: DecoderConfig, count: int, default: int | None) -> int:
-    if count * config.num_layers > _MAX_EXPERTS:
-        raise fields.error("num_experts", count, f"at most {_MAX_EXPERTS} in {config.num_layers} layers together")
-    chosen = fields.integer("num_experts_per_tok", default)
-    if chosen > count:
-        raise fields.error("num_experts_per_tok", chosen, f"at most {count}, the number of experts")
-    return chosen
+def _cwm(values: Values) -> DecoderConfig:
+    """LLaMA with a window in three of four layers."""
+    config = DecoderConfig.read({**values, "attention_bias": False})
+    return with_windows(config, ConfigFields(values), lambda index: index % 4 > 0)

@@ -14,7 +14,8 @@ from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.products import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.decoder import DecoderFamily
-from worker_svc.models.families import DECODERS
+from worker_svc.models.families import DENSE
+from worker_svc.models.families_with_experts import WITH_EXPERTS
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_mxfp4_experts, with_quantized_weights
@@ -22,6 +23,8 @@ from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Tensor
 
 Family = type[GPT2LMHeadModel] | type[OPTForCausalLM] | DecoderFamily
 """A family of models that Quire implements itself."""
+
+DECODERS: dict[str, DecoderFamily] = {**DENSE, **WITH_EXPERTS}
 
 FAMILIES: dict[str, Family] = {
     GPT2LMHeadModel.architecture: GPT2LMHeadModel,

@@ -27,8 +27,7 @@ from worker_svc.device.replay import MAX_GRAPH_ROWS, CudaGraphRecorder, GraphSha
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
-from worker_svc.models.families import DECODERS
-from worker_svc.models.registry import load_model
+from worker_svc.models.registry import DECODERS, load_model
 from worker_svc.startup import model_geometry
 from worker_svc.step import AdmittedStep, RowChanges, StepOutput, WorkerLimits
 from worker_svc.streams import Streams

@@ -22,7 +22,7 @@ from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner
 from worker_svc.first_steps import memory_for_pool
 from worker_svc.models.decoder import Decoder
-from worker_svc.models.families import DECODERS
+from worker_svc.models.registry import DECODERS
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, model_geometry

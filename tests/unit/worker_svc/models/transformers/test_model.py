@@ -81,7 +81,7 @@ def remove_tensor(directory: Path) -> None:
         ({"intermediate_size": 90}, "mlp.fc1.bias has shape [96]; config.json asks for [90]"),
         ({"is_encoder_decoder": True}, "has an encoder; decoders are served"),
         (
-            {"architectures": ["OlmoForCausalLM"]},
+            {"architectures": ["GPTNeoForCausalLM"]},
             "is no causal language model of transformers: its model type 'phi' is PhiForCausalLM",
         ),
         ({"architectures": ["PhiloForCausalLM"], "model_type": "philo"}, "model type `philo`"),
