@@ -369,10 +369,7 @@ class Batch(Generic[S, G]):
         return rows
 
     def _append_blocks(self, rows: Array) -> None:
-        """Adds one block to the end of the table of each row, as often as `rows` names it. All are taken at once, since
-        the rows of a large batch need some in each step."""
-        if not len(rows):
-            return
+        """Adds a block to the table of each of these rows, which may repeat. All are taken at once, which costs less."""
         for row, block in zip(rows.tolist(), self.blocks.take(len(rows)), strict=True):
             table = self.sequence(row).block_table
             self.draft.blocks[row, len(table)] = block
