@@ -3,7 +3,8 @@
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
 head is contiguous. A pool of int8 has lines of `int8.line_bytes(D)` instead of D; keys, values and queries are
-floating, rounded on the way in.
+floating, rounded on the way in. A pool of latents is `[1, num_blocks, Hkv, B, D]`: a line is both key and value of its
+token, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) whose projections are absorbed.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
 ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
@@ -67,11 +68,28 @@ def reshape_and_cache(
         kv_cache: [2, num_blocks, Hkv, B, D].
         slot_mapping: [T] int64, all different.
     """
+    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
+    _write(key, value, kv_cache, slot_mapping)
+
+
+def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
     if kv_cache.dtype == torch.int8 and not reads_int8_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
+
+
+def cache_latents(latents: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes the latents of new tokens into their slots of `kv_cache`, in place.
+
+    Args:
+        latents: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype if that is int8.
+        kv_cache: [1, num_blocks, Hkv, B, D].
+        slot_mapping: [T] int64, all different.
+    """
+    check_shape("kv_cache", kv_cache, (1, None, None, None, None))
+    _write(latents, latents, kv_cache, slot_mapping)
 
 
 def paged_attention(
@@ -97,7 +115,7 @@ def paged_attention(
 
     Args:
         query: [T, Hq, D], of the dtype of `kv_cache`; Hq is a multiple of Hkv.
-        kv_cache: [2, num_blocks, Hkv, B, D].
+        kv_cache: [2, num_blocks, Hkv, B, D], or [1, ...] of latents.
         block_tables: [R, M] int32, M at least ceil(max_seq_len / B). Entries beyond a row's context are not read.
         query_start_loc: [R + 1] int32, from 0 to T, rising.
         seq_lens: [R] int32, at least the row's new tokens.
@@ -139,7 +157,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     All sources are read before any destination is written.
 
     Args:
-        kv_caches: one [2, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
+        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)
@@ -158,7 +176,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     """Copies whole blocks of every layer from one pool to another, on whichever devices they are.
 
     Args:
-        source, destination: one [2, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most. All
+        source, destination: one [2 or 1, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most. All
             layers of a pool are on one device, and the pools share no memory.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
@@ -168,7 +186,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     for from_cache, to_cache in zip(source, destination, strict=True):
         check_kv_cache(from_cache)
         check_kv_cache(to_cache)
-        check_shape("destination", to_cache, (2, None, *from_cache.shape[2:]))
+        check_shape("destination", to_cache, (from_cache.shape[0], None, *from_cache.shape[2:]))
         check_dtype("destination", to_cache, from_cache.dtype)
         check_device("source", from_cache, source[0].device)
         check_device("destination", to_cache, destination[0].device)
@@ -252,6 +270,7 @@ def rotary_and_cache(
         The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
     """
     check_rotary(query, key, positions, cos_sin_cache)
+    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)

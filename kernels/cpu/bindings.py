@@ -159,6 +159,7 @@ class CpuKernels:
             head_dim=head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
+            has_latents=kv_cache.shape[0] == 1,
             query_token_stride=token_stride,
             query_head_stride=head_stride,
             table_stride=block_tables.stride(0),
@@ -516,6 +517,7 @@ def _cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> CacheSlo
         kv_cache=kv_cache.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
         num_blocks=num_blocks,
+        has_latents=kv_cache.shape[0] == 1,
         block_size=block_size,
         int8_line_bytes=_int8_line_bytes(kv_cache),
     )

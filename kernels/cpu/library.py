@@ -88,7 +88,7 @@ class AttentionArgs(Arguments):
     _fields_ = (
         *_pointers("output query kv_cache block_tables query_start_loc seq_lens alibi_slopes sinks"),
         *_integers("dtype threads num_tokens num_rows num_heads num_kv_heads head_dim block_size num_blocks"),
-        *_integers("query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
+        *_integers("has_latents query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
         *_integers("sliding_window"),
         *_doubles("scale soft_cap"),
     )
@@ -175,7 +175,7 @@ class Heads(Structure):
 class CacheSlots(Structure):
     _fields_ = (
         *_pointers("kv_cache slot_mapping"),
-        *_integers("num_blocks block_size int8_line_bytes"),
+        *_integers("num_blocks has_latents block_size int8_line_bytes"),
     )
 
 

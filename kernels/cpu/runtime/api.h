@@ -35,7 +35,7 @@ struct OpenMp {
 struct AttentionArgs {
   void* output;                    // [T, Hq, D] contiguous
   const void* query;               // [T, Hq, D]
-  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D; [1, ...] of latents
   const int32_t* block_tables;     // [R, table_width]
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]
@@ -50,6 +50,7 @@ struct AttentionArgs {
   int64_t head_dim;
   int64_t block_size;
   int64_t num_blocks;
+  int64_t has_latents;  // 1 where a pool of latents has one line a token, which is key and value; else 0
   int64_t query_token_stride;
   int64_t query_head_stride;
   int64_t table_stride;
@@ -268,11 +269,12 @@ struct Heads {
 
 // The destinations of the keys and values of new tokens.
 struct CacheSlots {
-  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  void* kv_cache;               // as in AttentionArgs
   const int64_t* slot_mapping;  // [T]
   int64_t num_blocks;
+  int64_t has_latents;
   int64_t block_size;
-  int64_t int8_line_bytes;  // as in AttentionArgs
+  int64_t int8_line_bytes;
 };
 
 struct RotaryArgs {

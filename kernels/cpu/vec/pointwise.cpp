@@ -184,9 +184,9 @@ inline int64_t pool_line(const RotaryArgs& args, int64_t token, int64_t head) {
   return (block * args.key.count + head) * cache.block_size + offset;
 }
 
-// The number of lines of keys, which precede the lines of values.
+// The number of lines of keys, which precede the lines of values; a line of latents is both.
 inline int64_t lines_of_keys(const RotaryArgs& args) {
-  return args.cache.num_blocks * args.key.count * args.cache.block_size;
+  return args.cache.has_latents ? 0 : args.cache.num_blocks * args.key.count * args.cache.block_size;
 }
 
 // Key and value of one head of a token to the pool as they are, the key rotated where there are cosines.
