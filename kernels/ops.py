@@ -282,6 +282,38 @@ def rotary_and_cache(
     return implementation.rotary_and_cache(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
 
 
+def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the dtype and on the device of `like`, for results that several operations write."""
+    implementation = implementation_for(like.device)
+    if isinstance(implementation, CpuKernels):
+        return implementation.empty(shape, like.dtype)
+    return like.new_empty(tuple(shape))
+
+
+def rms_norm_into(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """`rms_norm` of x [T, hidden], written to `out` [T, hidden], whose lines may lie apart."""
+    check_norm(x, weight)
+    check_shape("out", out, x.shape)
+    check_dtype("out", out, x.dtype)
+    implementation = implementation_for(x.device)
+    if isinstance(implementation, CpuKernels) and x.dtype == weight.dtype:
+        implementation.rms_norm_into(x, weight, eps, out)
+    else:
+        out.copy_(implementation.rms_norm(x, weight, eps))
+
+
+def rotary_into(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor) -> None:
+    """`rotary` of one tensor x [T, H, D], written to `out` [T, H, D], whose heads may lie apart."""
+    check_rotary(x, x, positions, cos_sin_cache)
+    check_shape("out", out, x.shape)
+    check_dtype("out", out, x.dtype)
+    implementation = implementation_for(x.device)
+    if isinstance(implementation, CpuKernels):
+        implementation.rotary_into(x, positions, cos_sin_cache, out)
+    else:
+        out.copy_(implementation.rotary(x, x, positions, cos_sin_cache)[0])
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(x[..., :n]) * x[..., n:]` for x [..., 2n]; returns [..., n]."""
     if x.shape[-1] % 2:
@@ -454,6 +486,26 @@ def product(
     if not isinstance(products, CpuKernels):
         raise ValueError("addends are for the kernels of the CPU library, which are missing")
     return products.product(x, weight, bias, activation, output_dtype or dtype, addends)
+
+
+def head_products_into(x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
+    """The product of each head with a weight of its own, none of them gated.
+
+    Args:
+        x: [T, H, in], of the dtype of the weights; heads may lie apart.
+        weights: H of them, [out, in].
+        out: [T, H, out] of that dtype, to write to; heads may lie apart.
+    """
+    check_shape("x", x, (None, len(weights), weights[0].in_features))
+    check_shape("out", out, (*x.shape[:2], weights[0].out_features))
+    for name, tensor in (("x", x), ("out", out)):
+        check_dtype(name, tensor, weights[0].dtype)
+    kernels = _products_for(weights[0])
+    if isinstance(kernels, CpuKernels):
+        kernels.head_products_into(x, weights, out)
+        return
+    for head, weight in enumerate(weights):
+        out[:, head] = product(x[:, head], weight)
 
 
 def takes_addends(weight: PackedWeight) -> bool:

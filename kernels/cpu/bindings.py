@@ -172,10 +172,18 @@ class CpuKernels:
         self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to write results to, which a recording can reuse."""
+        return self._empty(shape, dtype)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0) -> torch.Tensor:
         if not _same_dtype(x, weight):
             return reference.rms_norm(x, weight, eps, offset)
         return self._norm(Operation.RMS_NORM, x, None, weight, None, eps, offset)
+
+    def rms_norm_into(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """Like `rms_norm` of x [T, hidden], for tensors of one dtype; lines of `out` may lie apart."""
+        self._norm(Operation.RMS_NORM, x, None, weight, None, eps, output=out)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: float = 0.0
@@ -214,8 +222,9 @@ class CpuKernels:
         bias: torch.Tensor | None,
         eps: float,
         offset: float = 0.0,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output = self._empty(x.shape, x.dtype)
+        output = self._empty(x.shape, x.dtype) if output is None else output
         lines = x if x.dim() == 3 and x.stride(-1) == 1 else as_lines(x).unsqueeze(1)
         num_groups, group_size, hidden = lines.shape
         group_stride, line_stride, _ = lines.stride()
@@ -233,6 +242,7 @@ class CpuKernels:
             x_group=group_size,
             x_group_stride=group_stride,
             residual_stride=hidden,
+            output_stride=hidden if output.is_contiguous() else output.stride(0),
             eps=eps,
             offset=offset,
         )
@@ -265,6 +275,12 @@ class CpuKernels:
         heads = {"query": _heads(query, outputs[0]), "key": _heads(key, outputs[1])}
         self._rotary(heads, CacheSlots(), positions, cos_sin_cache, key)
         return outputs
+
+    def rotary_into(
+        self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """`rotary` of one tensor; heads of `out` may lie apart."""
+        self._rotary({"query": _heads(dense(x), out)}, CacheSlots(), positions, cos_sin_cache, x)
 
     def rotary_and_cache(
         self,
@@ -376,6 +392,12 @@ class CpuKernels:
             self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], of_weight)
             start = columns.stop
         return output
+
+    def head_products_into(self, x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
+        """The products of each head of x [T, H, in] with its weight, to `out` [T, H, out], whose heads may lie apart."""
+        for head, weight in enumerate(weights):
+            tokens, x_scales = self._tokens_for(weight, x[:, head])
+            self._multiply(tokens, x_scales, weight, None, "identity", out[:, head], None)
 
     def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x as lines of padded_in, and their scales if they are int8."""

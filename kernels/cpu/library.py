@@ -97,7 +97,7 @@ class AttentionArgs(Arguments):
 class NormArgs(Arguments):
     _fields_ = (
         *_pointers("output x residual weight bias"),
-        *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride"),
+        *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride output_stride"),
         *_doubles("eps offset"),
     )
 

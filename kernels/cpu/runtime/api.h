@@ -62,7 +62,7 @@ struct AttentionArgs {
 };
 
 struct NormArgs {
-  void* output;        // [rows, hidden] contiguous
+  void* output;        // [rows, hidden]
   const void* x;       // [rows / x_group, x_group, hidden]
   void* residual;      // [rows, hidden] to add x to, in place; null for a plain norm
   const void* weight;  // [hidden]; null for 1
@@ -75,6 +75,7 @@ struct NormArgs {
   int64_t x_group;         // rows of x that lie x_stride apart: the heads of a token
   int64_t x_group_stride;  // from the first of them to the first of the next
   int64_t residual_stride;
+  int64_t output_stride;
   double eps;
   double offset;  // added to the weight of an RMS norm
 };

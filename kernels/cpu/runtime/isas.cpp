@@ -122,7 +122,7 @@ constexpr Layout kLayout[] = {
     QUIRE_STRUCT(NormArgs), F(NormArgs, output), F(NormArgs, x), F(NormArgs, residual), F(NormArgs, weight),
     F(NormArgs, bias), F(NormArgs, dtype), F(NormArgs, threads), F(NormArgs, rows), F(NormArgs, hidden),
     F(NormArgs, x_stride), F(NormArgs, x_group), F(NormArgs, x_group_stride), F(NormArgs, residual_stride),
-    F(NormArgs, eps), F(NormArgs, offset),
+    F(NormArgs, output_stride), F(NormArgs, eps), F(NormArgs, offset),
     QUIRE_STRUCT(SiluArgs), F(SiluArgs, output), F(SiluArgs, x), F(SiluArgs, dtype), F(SiluArgs, threads),
     F(SiluArgs, rows), F(SiluArgs, n), F(SiluArgs, x_stride),
     QUIRE_STRUCT(Grouping), F(Grouping, pieces), F(Grouping, scale_dtype), F(Grouping, has_zeros),
