@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from quire.model_files.model_source import resolve_model
-from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.families import DECODERS
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 DTYPE = torch.bfloat16
@@ -52,15 +53,15 @@ def config_of(shape: str) -> dict[str, Any]:
     return _COMMON | SHAPES[shape]
 
 
-def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = DTYPE) -> LlamaForCausalLM:
+def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = DTYPE) -> Decoder:
     """The model, loaded with random weights."""
-    model = LlamaForCausalLM.from_config(config, Placement(device, dtype))
+    model = DECODERS["LlamaForCausalLM"].from_config(config, Placement(device, dtype))
     for layer in _layers(model):
         layer.load(MadeTensors(lambda spec: _random(spec, device)))
     return model.eval()
 
 
-def step_bytes(model: LlamaForCausalLM) -> int:
+def step_bytes(model: Decoder) -> int:
     """Bytes of weights that a step reads, without the embedding, since a step reads only one row of it a token."""
     specs = [spec for layer in _layers(model) for spec in layer.tensors()]
     return sum(math.prod(spec.shape) for spec in specs if "embed_tokens" not in spec.name) * DTYPE.itemsize
@@ -68,7 +69,7 @@ def step_bytes(model: LlamaForCausalLM) -> int:
 
 def write_model(config: Mapping[str, Any], directory: Path, device: torch.device) -> None:
     """Writes such a model, with quire-tiny's tokenizer, as transformers does; random numbers are drawn on `device`."""
-    model = LlamaForCausalLM.from_config(config, Placement(device, DTYPE))
+    model = DECODERS["LlamaForCausalLM"].from_config(config, Placement(device, DTYPE))
     specs = [spec for layer in _layers(model) for spec in layer.tensors()]
     save_file(
         {spec.name: _random(spec, device).cpu() for spec in specs},
@@ -81,7 +82,7 @@ def write_model(config: Mapping[str, Any], directory: Path, device: torch.device
         shutil.copy(resolve_model(None) / name, directory / name)
 
 
-def _layers(model: LlamaForCausalLM) -> list[Loadable]:
+def _layers(model: Decoder) -> list[Loadable]:
     return [module for module in model.modules() if isinstance(module, Loadable)]
 
 

@@ -12,7 +12,7 @@ from bench.gpu_figures import Figure, bandwidth
 from bench.gpu_model import config_of, make_model, step_bytes
 from bench.gpu_rig import BLOCK_SIZE, Rig
 from worker_svc.device.replay import CudaGraphRecorder, GraphRecorder
-from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.decoder import Decoder
 
 CONTEXT = 1024
 NUM_STEPS = 40
@@ -50,7 +50,7 @@ class DecodeRun:
         recorder: if given, decodes are replayed.
     """
 
-    def __init__(self, model: LlamaForCausalLM, num_rows: int, context: int, recorder: GraphRecorder | None) -> None:
+    def __init__(self, model: Decoder, num_rows: int, context: int, recorder: GraphRecorder | None) -> None:
         blocks = -(-(context + NUM_STEPS + _WARM_UP + 1) // BLOCK_SIZE)
         self._rig = Rig(model, num_rows=num_rows, num_blocks=num_rows * blocks, recorder=recorder)
         for layer in self._rig.pool.gpu:

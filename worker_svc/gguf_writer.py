@@ -16,8 +16,8 @@ from quire.model_files.gguf_header import GgufHeader, GgufTensor
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from worker_svc.gguf_codes import Array, encode
-from worker_svc.models.gpt2_opt import GPT2Config, GPT2LMHeadModel
-from worker_svc.models.llama import LlamaConfig, LlamaForCausalLM
+from worker_svc.models.decoder import DecoderConfig
+from worker_svc.models.gpt2_opt import GPT2Config
 from worker_svc.models.registry import FAMILIES
 from worker_svc.models.rope import RopeConfig
 from worker_svc.weights import DTYPE_BYTES, Checkpoint, Progress, StoredTensor
@@ -108,11 +108,13 @@ def _as_served(model: ModelDirectory) -> ModelDirectory:
     """The model with a complete configuration: with the workers' defaults for missing fields, and with one of several
     forms of a field."""
     family = FAMILIES.get(model.architecture)
-    if family is None or not issubclass(family, GPT2LMHeadModel | LlamaForCausalLM):
-        return model
-    config = family.read_config(model.config)
-    written = _fields_of_gpt2(config) if isinstance(config, GPT2Config) else _fields_of_llama(config)
-    return replace(model, config={**model.config, **written})
+    match None if family is None else family.read_config(model.config):
+        case GPT2Config() as config:
+            return replace(model, config={**model.config, **_fields_of_gpt2(config)})
+        case DecoderConfig() as config:
+            return replace(model, config={**model.config, **_fields_of_decoder(config)})
+        case _:
+            return model
 
 
 def _fields_of_gpt2(config: GPT2Config) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def _fields_of_gpt2(config: GPT2Config) -> dict[str, Any]:
     }
 
 
-def _fields_of_llama(config: LlamaConfig) -> dict[str, Any]:
+def _fields_of_decoder(config: DecoderConfig) -> dict[str, Any]:
     found = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -137,7 +139,7 @@ def _fields_of_llama(config: LlamaConfig) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "rms_norm_eps": config.rms_norm_eps,
+        "rms_norm_eps": config.norm_eps,
         "hidden_act": config.activation,
         "hidden_activation": config.activation,
         "attention_bias": config.qkv_bias,
@@ -172,9 +174,7 @@ def _check_served_alike(model: ModelDirectory, read_back: Mapping[str, Any]) -> 
     checked as they are written."""
     families = FAMILIES[model.architecture], FAMILIES[read_back["architectures"][0]]
     ours, theirs = (
-        family.read_config(config)
-        for family, config in zip(families, (model.config, read_back), strict=True)
-        if issubclass(family, GPT2LMHeadModel | LlamaForCausalLM)
+        family.read_config(config) for family, config in zip(families, (model.config, read_back), strict=True)
     )
     for field in fields(ours):
         if field.name in ("rope", "sliding_rope"):

@@ -44,6 +44,12 @@ def _relu_squared(x: torch.Tensor) -> torch.Tensor:
     return functional.relu(x).square()
 
 
+def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 _GELU = _Function(functional.gelu, FusedActivation("gelu", "none"))
 
 
@@ -52,6 +58,9 @@ _GELU_TANH = _Function(partial(functional.gelu, approximate="tanh"), FusedActiva
 
 _SILU = _Function(functional.silu, FusedActivation("swish"), "silu")
 
+
+CLAMPED_SWIGLU = "clamped swiglu"
+"""GPT-OSS's, which no configuration names: (clamped up + 1) times quick GELU of the clamped gate."""
 
 ACTIVATIONS: dict[str, _Function] = {
     "gelu": _GELU,
@@ -84,7 +93,7 @@ class ActivationKind:
     gated: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in ACTIVATIONS:
+        if self.name not in ACTIVATIONS and not self._is_clamped:
             raise ConfigurationError(
                 f"config.json: activation {self.name!r} is not supported; supported are {', '.join(ACTIVATIONS)}"
             )
@@ -92,10 +101,16 @@ class ActivationKind:
     @property
     def is_gated_silu(self) -> bool:
         """Whether it is the function of `ops.silu_and_mul`."""
-        return self.gated and ACTIVATIONS[self.name] is _SILU
+        return self.gated and not self._is_clamped and ACTIVATIONS[self.name] is _SILU
+
+    @property
+    def _is_clamped(self) -> bool:
+        return self.gated and self.name == CLAMPED_SWIGLU
 
     @property
     def function(self) -> Activation:
+        if self._is_clamped:
+            return _clamped_swiglu
         if self.is_gated_silu:
             return ops.silu_and_mul
         function = ACTIVATIONS[self.name].function
@@ -109,7 +124,7 @@ class ActivationKind:
     @property
     def own(self) -> str | None:
         """The same function if `ops.product` can apply it, to the gates if it is gated; None if it cannot."""
-        own = ACTIVATIONS[self.name].own
+        own = None if self._is_clamped else ACTIVATIONS[self.name].own
         return None if self.gated and own not in GATES else own
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from kernels import ops
+from worker_svc.layers.embedding_norm import Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class PagedAttention(nn.Module):
         scale: factor on the scores.
         sliding_window: tokens that a token sees, itself included; None for all before it.
         soft_cap: of the scores, as in `ops.paged_attention`.
+        sinks: the same, of this rank's heads.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PagedAttention(nn.Module):
         *,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        sinks: Numbers | None = None,
     ) -> None:
         super().__init__()
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
@@ -54,6 +57,7 @@ class PagedAttention(nn.Module):
         self._scale = scale
         self._sliding_window = sliding_window
         self._soft_cap = soft_cap
+        self.sinks = sinks
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
@@ -85,5 +89,6 @@ class PagedAttention(nn.Module):
             max_seq_len=metadata.max_seq_len,
             sliding_window=self._sliding_window,
             soft_cap=self._soft_cap,
+            sinks=None if self.sinks is None else self.sinks.values,
         )
         return attended.view(attended.shape[0], -1)

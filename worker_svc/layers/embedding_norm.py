@@ -1,6 +1,7 @@
-"""Embedding tables, the output layer that shares one, and norms."""
+"""Embedding tables, the output layer that shares one, norms, and plain vectors of numbers."""
 
 from collections.abc import Iterator
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.packed_weight import CodedWeight
+from worker_svc.layers.linear import HeadOrder
 from worker_svc.layers.products import Product, make_coded_product, make_product, with_float32_outputs
 from worker_svc.parallel.ranks import Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
@@ -126,29 +128,29 @@ class RmsNorm(Loadable):
 
 
 class LayerNorm(Loadable):
-    """Layer norm; without `affine` it has neither weight nor bias."""
+    """Layer norm. Without `affine` it has neither weight nor bias; without `bias` only a weight."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def __init__(self, name: str, dim: int, eps: float, *, placement: Placement, affine: bool = True) -> None:
+    def __init__(
+        self, name: str, dim: int, eps: float, *, placement: Placement, affine: bool = True, bias: bool = True
+    ) -> None:
         super().__init__()
-        self._weight_spec = TensorSpec(f"{name}.weight", (dim,))
-        self._bias_spec = TensorSpec(f"{name}.bias", (dim,))
+        self._weight_spec = TensorSpec(f"{name}.weight", (dim,)) if affine else None
+        self._bias_spec = TensorSpec(f"{name}.bias", (dim,)) if affine and bias else None
         self._eps = eps
         self._placement = placement
-        self._affine = affine
         self.weight = None
         self.bias = None
 
     def tensors(self) -> Iterator[TensorSpec]:
-        if self._affine:
-            yield self._weight_spec
-            yield self._bias_spec
+        yield from (spec for spec in (self._weight_spec, self._bias_spec) if spec is not None)
 
     def load(self, tensors: TensorReader) -> None:
-        if self._affine:
+        if self._weight_spec is not None:
             self.weight = frozen(self._placement.copy(tensors.read(self._weight_spec)))
+        if self._bias_spec is not None:
             self.bias = frozen(self._placement.copy(tensors.read(self._bias_spec)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,3 +159,112 @@ class LayerNorm(Loadable):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual); the sum may be written into `residual`."""
         return ops.add_layer_norm(x, residual, self.weight, self.bias, self._eps)
+
+
+class NoNorm(nn.Module):
+    """The place of a norm that a model does not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + residual, twice; the sum may be written into `residual`."""
+        # A norm whose result is not used: its sum is an operation that can be recorded.
+        _, total = ops.add_layer_norm(x, residual, None, None, 1.0)
+        return total, total
+
+
+class NormSpan(Enum):
+    """The numbers of a query or key that are normalised together."""
+
+    HEAD = auto()
+    """Each head, all with the same weights."""
+    OWN_HEAD = auto()
+    """Each head, with weights of its own."""
+    ALL_HEADS = auto()
+
+
+class HeadNorm(Loadable):
+    """The norm of the query or the key of a token.
+
+    Args:
+        name: of its module in the checkpoint. With "*", the number of the head, each head has a module.
+        num_heads: of all ranks together.
+        order: of the outputs of each head in the checkpoint, None if it is the order of the inputs here.
+        offset: as in `RmsNorm`.
+        centered: it is a layer norm without bias. Not for `ALL_HEADS`.
+    """
+
+    weight: nn.Parameter
+    """[head_dim], or [heads of this rank, head_dim]."""
+
+    def __init__(
+        self,
+        name: str,
+        span: NormSpan,
+        num_heads: int,
+        head_dim: int,
+        eps: float,
+        *,
+        placement: Placement,
+        order: HeadOrder | None,
+        offset: float,
+        centered: bool,
+    ) -> None:
+        super().__init__()
+        names = [name.replace("*", str(head)) for head in range(num_heads)] if "*" in name else [name]
+        shapes = {NormSpan.HEAD: (head_dim,), NormSpan.ALL_HEADS: (num_heads * head_dim,)}
+        shape = (head_dim,) if len(names) > 1 else shapes.get(span, (num_heads, head_dim))
+        self._specs = [TensorSpec(f"{each}.weight", shape) for each in names]
+        self._span, self._num_heads, self._head_dim = span, num_heads, head_dim
+        self._eps, self._offset, self._centered, self._order = eps, offset, centered, order
+        self._placement = placement
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from self._specs
+
+    def load(self, tensors: TensorReader) -> None:
+        weight = torch.cat([tensors.read(spec).view(-1, self._head_dim) for spec in self._specs])
+        if self._order is not None:
+            weight = weight[:, self._order.places]
+        if self._span is NormSpan.HEAD:
+            weight = weight[0]
+        else:
+            ranks = self._placement.ranks
+            weight = weight[ranks.shard(self._num_heads, min(ranks.size, self._num_heads)).slice]
+        self.weight = frozen(self._placement.copy(weight))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, heads of this rank, head_dim]; returns the same shape."""
+        if self._span is NormSpan.HEAD:
+            if self._centered:
+                return ops.layer_norm(x, self.weight, None, self._eps)
+            return ops.rms_norm(x, self.weight, self._eps, self._offset)
+        if self._span is NormSpan.OWN_HEAD:
+            return ops.layer_norm(x, None, None, self._eps) * self.weight
+        if (ranks := self._placement.ranks).size == 1:
+            return ops.rms_norm(x.flatten(1), self.weight.view(-1), self._eps, self._offset).view(x.shape)
+        # Ranks that share a head of the key have the same squares.
+        count = self._num_heads * self._head_dim * max(ranks.size // self._num_heads, 1)
+        squares = ranks.sum(x.flatten(1).float().square().sum(dim=1, keepdim=True))
+        return (x * (squares / count + self._eps).rsqrt()[..., None] * (self.weight + self._offset)).to(x.dtype)
+
+
+class Numbers(Loadable):
+    """A vector of the checkpoint, in float32; if `split`, the part of this rank."""
+
+    values: torch.Tensor
+
+    def __init__(self, name: str, count: int, placement: Placement, *, split: bool = True) -> None:
+        super().__init__()
+        self._spec = TensorSpec(name, (count,))
+        self._placement, self._split = placement, split
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield self._spec
+
+    def load(self, tensors: TensorReader) -> None:
+        values = tensors.read(self._spec)
+        if self._split:
+            values = values[self._placement.ranks.shard(len(values)).slice]
+        self.values = torch.empty_like(values, dtype=torch.float32, device=self._placement.device).copy_(values)

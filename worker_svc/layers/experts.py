@@ -1,4 +1,4 @@
-"""Gated MLPs: a single one for all tokens, or experts, and a router that chooses a few of them for each token.
+"""MLPs: a single one for all tokens, or experts, and a router that chooses a few of them for each token.
 
 A step multiplies with the experts that its tokens have chosen, and with no other: the tokens of one expert together, by
 the products that all linear layers have, so experts may be rounded, or coded as a file has them. A token's experts are
@@ -6,23 +6,27 @@ added in float32 in the order of the router's choice, so their sum does not depe
 """
 
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import torch
 from torch import nn
 
 from worker_svc.layers.activations import ActivationKind
+from worker_svc.layers.embedding_norm import Numbers
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.weights import Placement
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+MERGED_GATE_UP_DOWN = ("gate_up_proj", "gate_up_proj", "down_proj")
 
 
-class GatedMlp(nn.Module):
-    """`down(activation(gate(x)) * up(x))`. Each rank has some of the inner features.
+class Mlp(nn.Module):
+    """`down(activation(gate(x)) * up(x))`, or `down(activation(up(x)))`. Each rank has some of the inner features.
 
     Args:
         name: of the module in the checkpoint.
-        names: of gate, up and down in it. Gate and up of one name are merged there, the gates first.
+        names: of gate, up and down in it; two names are of up and down, without a gate. Gate and up of one name are
+            merged there, the gates first.
     """
 
     def __init__(
@@ -34,31 +38,41 @@ class GatedMlp(nn.Module):
         *,
         placement: Placement,
         bias: bool = False,
-        names: tuple[str, str, str] = GATE_UP_DOWN,
+        names: tuple[str, ...] = GATE_UP_DOWN,
     ) -> None:
         super().__init__()
-        gate, up, down = (f"{name}.{each}" for each in names)
-        parts = [LinearPart(gate, inner), LinearPart(up, inner)]
-        if gate == up:
+        *inputs, down = (f"{name}.{each}" for each in names)
+        parts = [LinearPart(each, inner) for each in inputs]
+        is_gated = len(inputs) == 2
+        if is_gated and inputs[0] == inputs[1]:
             apart = ((0, f"{name}.{GATE_UP_DOWN[0]}"), (inner, f"{name}.{GATE_UP_DOWN[1]}"))
-            parts = [LinearPart(gate, inner, first=first, of=2 * inner, apart=other) for first, other in apart]
-        self.gate_up = Linear(
+            parts = [LinearPart(inputs[0], inner, first=first, of=2 * inner, apart=other) for first, other in apart]
+        self.up = Linear(
             parts,
             hidden,
             bias=bias,
             placement=placement,
             split=Split.OUTPUTS,
-            activation=ActivationKind(activation, gated=True),
+            activation=ActivationKind(activation, gated=is_gated),
         )
         self.down = Linear([LinearPart(down, hidden)], inner, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape."""
-        return self.down(self.gate_up(x))
+        return self.down(self.up(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """The same, of the inner features of this rank."""
-        return self.down.partial(self.gate_up(x))
+        return self.down.partial(self.up(x))
+
+
+class Scoring(Enum):
+    """How a router's outputs become the scores of experts, by which they are chosen and weighted."""
+
+    SOFTMAX = auto()
+    SIGMOID = auto()
+    SPARSE_MIXER = auto()
+    """Each of two experts has its share among the experts with nearly as large outputs (PhiMoE)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +83,40 @@ class ExpertsConfig:
         num_chosen: experts of each token.
         inner_size: of each expert.
         normalized: whether the weights of a token's experts are divided by their sum.
-        shared_inner_size: of the expert that all tokens have, times a gate of its own; None without it.
         dense_layers: indices of the layers that have one MLP instead.
         module: the name of all of it in the checkpoint, within the layer.
-        names: of gate, up and down in an expert.
+        names: as in `Mlp`, of an expert.
+        bias: whether the layers of experts and the router have biases.
+        router: the name of the router.
+        correction: the name of numbers that are added to the scores when experts are chosen; None if there are none.
+        num_groups: experts are in groups of neighbours, and only those in the best groups are chosen. The score of
+            a group is the sum of its two best.
+        scale: a factor on the weights.
+        tolerance: of `SPARSE_MIXER`.
+        shared_inner_size: of the expert that all tokens have; None without it.
+        shared: its name, within the layer.
+        shared_gate: the name of the layer whose sigmoid is its weight; None if the weight is 1.
     """
 
     count: int
     num_chosen: int
     inner_size: int
     normalized: bool
-    shared_inner_size: int | None = None
     dense_layers: frozenset[int] = field(default_factory=frozenset)
     module: str = "mlp"
-    names: tuple[str, str, str] = GATE_UP_DOWN
+    names: tuple[str, ...] = GATE_UP_DOWN
+    bias: bool = False
+    router: str = "gate"
+    scoring: Scoring = Scoring.SOFTMAX
+    correction: str | None = None
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    scale: float = 1.0
+    tolerance: float = 0.0
+    shared_inner_size: int | None = None
+    shared: str = "mlp.shared_expert"
+    shared_names: tuple[str, ...] = GATE_UP_DOWN
+    shared_gate: str | None = None
 
 
 class Experts(nn.Module):
@@ -94,30 +128,29 @@ class Experts(nn.Module):
     def __init__(self, layer: str, config: ExpertsConfig, hidden: int, activation: str, placement: Placement) -> None:
         super().__init__()
         name = f"{layer}.{config.module}"
-        self._num_chosen, self._normalized, self._ranks = config.num_chosen, config.normalized, placement.ranks
+        self._config, self._ranks = config, placement.ranks
 
-        def whole(module: str, out_features: int) -> Linear:
+        def whole(module: str, out_features: int, *, bias: bool = False) -> Linear:
             # A few numbers, whose errors would choose other experts.
-            part = LinearPart(f"{name}.{module}", out_features)
-            return Linear([part], hidden, bias=False, placement=placement, keeps_weights=True)
+            part = LinearPart(module, out_features)
+            return Linear([part], hidden, bias=bias, placement=placement, keeps_weights=True)
 
-        self.router = whole("gate", config.count)
+        def mlp(module: str, inner: int, names: tuple[str, ...]) -> Mlp:
+            return Mlp(module, hidden, inner, activation, placement=placement, bias=config.bias, names=names)
+
+        self.router = whole(f"{name}.{config.router}", config.count, bias=config.bias)
+        self.correction: Numbers | None = None
+        if config.correction is not None:
+            self.correction = Numbers(f"{name}.{config.correction}", config.count, placement, split=False)
         self.experts = nn.ModuleList(
-            GatedMlp(
-                f"{name}.experts.{number}",
-                hidden,
-                config.inner_size,
-                activation,
-                placement=placement,
-                names=config.names,
-            )
-            for number in range(config.count)
+            mlp(f"{name}.experts.{number}", config.inner_size, config.names) for number in range(config.count)
         )
-        self.shared: GatedMlp | None = None
+        self.shared: Mlp | None = None
+        self.shared_gate: Linear | None = None
         if config.shared_inner_size is not None:
-            shared = f"{name}.shared_expert"
-            self.shared = GatedMlp(shared, hidden, config.shared_inner_size, activation, placement=placement)
-            self.shared_gate = whole("shared_expert_gate", 1)
+            self.shared = mlp(f"{layer}.{config.shared}", config.shared_inner_size, config.shared_names)
+            if config.shared_gate is not None:
+                self.shared_gate = whole(f"{name}.{config.shared_gate}", 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden]; returns the same shape."""
@@ -125,27 +158,57 @@ class Experts(nn.Module):
         outputs = self._multiply(x, chosen)
         total = x.new_zeros(x.shape, dtype=torch.float32)
         # Products and sums are rounded one by one, as a fused operation of torch would not round them at all places.
-        for place in range(self._num_chosen):
+        for place in range(self._config.num_chosen):
             total += outputs[:, place].float() * weights[:, place, None]
         if self.shared is not None:
-            # A sigmoid as a softmax, whose bits do not depend on the place in the batch.
-            shares = nn.functional.pad(self.shared_gate(x).float(), (0, 1)).softmax(dim=-1)
-            total += self.shared.partial(x).float() * shares[:, :1]
+            shared = self.shared.partial(x).float()
+            total += shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(x).float())
         return self._ranks.sum(total.to(x.dtype))
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [T, num_chosen] float32 of each token's experts, the greatest first, and their numbers, int64."""
-        weights, chosen = self.router(x).float().softmax(dim=-1).topk(self._num_chosen)
-        return weights / weights.sum(dim=-1, keepdim=True) if self._normalized else weights, chosen
+        """Weights [T, num_chosen] float32 of each token's experts, the first chosen first, and their numbers, int64."""
+        config, outputs = self._config, self.router(x).float()
+        if config.scoring is Scoring.SPARSE_MIXER:
+            return _mix_sparsely(outputs, config.num_chosen, config.tolerance)
+        scores = _sigmoid(outputs) if config.scoring is Scoring.SIGMOID else outputs.softmax(dim=-1)
+        preferences = scores if self.correction is None else scores + self.correction.values
+        if config.num_groups > 1:
+            groups = preferences.unflatten(-1, (config.num_groups, -1))
+            best = groups.topk(2).values.sum(dim=-1).topk(config.num_chosen_groups).indices
+            is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
+            preferences = groups.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+        chosen = preferences.topk(config.num_chosen).indices
+        weights = scores.gather(-1, chosen)
+        weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalized else weights
+        return weights if config.scale == 1 else weights * config.scale, chosen
 
     def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """The outputs of each token's experts, [T, num_chosen, hidden], from the inner features of this rank."""
-        num_tokens, hidden = x.shape
-        outputs = x.new_empty(num_tokens * self._num_chosen, hidden)
+        (num_tokens, hidden), num_chosen = x.shape, self._config.num_chosen
+        outputs = x.new_empty(num_tokens * num_chosen, hidden)
         places = chosen.view(-1).argsort(stable=True)
         counts = chosen.view(-1).bincount(minlength=len(self.experts)).tolist()
         for expert, of_expert in zip(self.experts, places.split(counts), strict=True):
             if of_expert.numel():
-                assert isinstance(expert, GatedMlp)
-                outputs[of_expert] = expert.partial(x[of_expert // self._num_chosen])
-        return outputs.view(num_tokens, self._num_chosen, hidden)
+                assert isinstance(expert, Mlp)
+                outputs[of_expert] = expert.partial(x[of_expert // num_chosen])
+        return outputs.view(num_tokens, num_chosen, hidden)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """By a softmax, whose bits do not depend on the place in the batch."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(dim=-1)[..., 0]
+
+
+def _mix_sparsely(outputs: torch.Tensor, count: int, tolerance: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """SparseMixer-v2 (Liu et al. 2024), as it chooses when it is not trained: the weight of an expert is its share in a
+    softmax over the experts left whose outputs differ by little from the best."""
+    left, weights, chosen = outputs, [], []
+    for _ in range(count):
+        best, index = left.max(dim=-1, keepdim=True)
+        distance = (best - outputs) / outputs.abs().maximum(best)
+        near = left.masked_fill(distance > 2 * tolerance, -torch.inf)
+        weights.append(near.softmax(dim=-1).gather(-1, index))
+        chosen.append(index)
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(weights, dim=-1), torch.cat(chosen, dim=-1)

@@ -42,6 +42,40 @@ class Split(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class HeadOrder:
+    """The order of the outputs of a query or key in the checkpoint. Here the dimensions that a rotation turns with each
+    other are i and i + head size / 2, as in `ops.rotary`.
+
+    Attributes:
+        rotated: the number of dimensions of each head that a rotation turns, which are the first ones.
+        neighbours: it turns 2i with 2i + 1, otherwise i with i + rotated / 2.
+    """
+
+    head_dim: int
+    rotated: int
+    neighbours: bool = False
+
+    def runs(self, outputs: Shard) -> Iterator[Shard]:
+        """The outputs of some heads in the order that they have here: the first halves of each head's rotated and other
+        outputs, then the second halves."""
+        turned, rest = self.rotated // 2, (self.head_dim - self.rotated) // 2
+        for head in range(outputs.start, outputs.end, self.head_dim):
+            end = head + self.rotated
+            for half in (0, 1):
+                if self.neighbours:
+                    yield Shard(head + half, end, 2)
+                else:
+                    yield Shard(head + half * turned, head + half * turned + turned)
+                yield Shard(end + half * rest, end + half * rest + rest)
+
+    @property
+    def places(self) -> list[int]:
+        """The places in the checkpoint of a head's outputs."""
+        runs = self.runs(Shard(0, self.head_dim))
+        return [place for run in runs for place in range(run.start, run.end, run.step)]
+
+
+@dataclass(frozen=True, slots=True)
 class LinearPart:
     """A linear layer of the checkpoint, by the name of its module.
 
@@ -51,8 +85,7 @@ class LinearPart:
         first: outputs of the checkpoint's layer before these.
         of: outputs of the checkpoint's layer; None if these are all.
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
-        rotated: the head size, and the number of dimensions of each head that a rotation turns, i with i + rotated / 2,
-            if it does not turn all. Outputs are put so that these are i and i + head size / 2, as in `ops.rotary`.
+        order: of the outputs of heads, if it is not the same as in `ops.rotary`.
     """
 
     name: str
@@ -61,7 +94,7 @@ class LinearPart:
     num_shards: int | None = None
     first: int = 0
     of: int | None = None
-    rotated: tuple[int, int] | None = None
+    order: HeadOrder | None = None
     apart: str | None = None
 
 
@@ -235,7 +268,7 @@ class Linear(Loadable):
         for segment in range(part.segments):
             start = part.first + segment * width
             outputs = Shard(start + shard.start, start + shard.end)
-            yield from (outputs,) if part.rotated is None else _runs_of_heads(outputs, *part.rotated)
+            yield from (outputs,) if part.order is None else part.order.runs(outputs)
 
     def _weight_spec(self, part: LinearPart) -> TensorSpec:
         shape = (part.of or part.out_features, self._in_features)
@@ -243,11 +276,3 @@ class Linear(Loadable):
 
     def _bias_spec(self, part: LinearPart) -> TensorSpec:
         return TensorSpec(f"{part.name}.bias", (part.of or part.out_features,))
-
-
-def _runs_of_heads(outputs: Shard, head_dim: int, rotated: int) -> Iterator[Shard]:
-    """The first halves of each head's rotated and other outputs, then the second halves."""
-    turned, rest = rotated // 2, (head_dim - rotated) // 2
-    for head in range(outputs.start, outputs.end, head_dim):
-        for start, size in ((0, turned), (rotated, rest), (turned, turned), (rotated + rest, rest)):
-            yield Shard(head + start, head + start + size)

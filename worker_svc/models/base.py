@@ -129,7 +129,7 @@ class NativeCausalLM(CausalLM):
 
     base_prefix: ClassVar[str]
     layers: nn.ModuleList
-    waits_for_device: ClassVar[bool] = False
+    waits_for_device: bool = False
     head: nn.Module
 
     @classmethod
@@ -165,7 +165,9 @@ class NativeCausalLM(CausalLM):
         return self.finish(self.outputs(hidden))
 
 
-def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, placement: Placement) -> nn.Module:
+def make_head(
+    embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, bias: bool = False, placement: Placement
+) -> nn.Module:
     """The output layer: the embedding itself, or `lm_head` of the checkpoint. Each rank has a part of the logits."""
     if tied:
         return TiedHead(embedding, placement)
@@ -173,7 +175,7 @@ def make_head(embedding: Embedding, dim: int, vocab_size: int, *, tied: bool, pl
     return Linear(
         parts,
         dim,
-        bias=False,
+        bias=bias,
         placement=placement,
         split=Split.OUTPUTS,
         keeps_weights=True,

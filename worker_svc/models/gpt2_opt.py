@@ -300,8 +300,13 @@ class OPTForCausalLM(NativeCausalLM):
         self.head = make_head(self.embedding, width, config.vocab_size, tied=config.tied, placement=placement)
 
     @classmethod
+    def read_config(cls, values: Mapping[str, Any]) -> OPTConfig:
+        """Raises ConfigurationError for a field of another type or out of range."""
+        return OPTConfig.read(values)
+
+    @classmethod
     def from_config(cls, config: Mapping[str, Any], placement: Placement) -> "OPTForCausalLM":
-        return cls(OPTConfig.read(config), placement)
+        return cls(cls.read_config(config), placement)
 
     def embed(self, inputs: ModelInput) -> torch.Tensor:
         x = self.project_in(self.embedding(inputs.token_ids))

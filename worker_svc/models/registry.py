@@ -13,37 +13,20 @@ from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.products import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
+from worker_svc.models.decoder import DecoderFamily
+from worker_svc.models.families import DECODERS
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
-from worker_svc.models.llama import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
-from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_quantized_weights
 from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, TensorSpec
 
-FAMILIES: dict[str, type[NativeCausalLM]] = {
-    family.architecture: family
-    for family in (
-        GPT2LMHeadModel,
-        OPTForCausalLM,
-        LlamaForCausalLM,
-        MistralForCausalLM,
-        Qwen2ForCausalLM,
-        Qwen3ForCausalLM,
-        MixtralForCausalLM,
-        Qwen2MoeForCausalLM,
-        Qwen3MoeForCausalLM,
-        GemmaForCausalLM,
-        Gemma2ForCausalLM,
-        Gemma3ForCausalLM,
-        Phi3ForCausalLM,
-    )
+Family = type[GPT2LMHeadModel] | type[OPTForCausalLM] | DecoderFamily
+"""A family of models that Quire implements itself."""
+
+FAMILIES: dict[str, Family] = {
+    GPT2LMHeadModel.architecture: GPT2LMHeadModel,
+    OPTForCausalLM.architecture: OPTForCausalLM,
+    **DECODERS,
 }
 
 HEAD = "lm_head.weight"
@@ -120,7 +103,7 @@ def _check_for_transformers(described: ModelDirectory, placement: Placement) -> 
 
 
 def _load_native(
-    family: type[NativeCausalLM], described: ModelDirectory, placement: Placement, progress: Progress | None
+    family: Family, described: ModelDirectory, placement: Placement, progress: Progress | None
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)

@@ -15,18 +15,19 @@ from worker_svc.step import SupersededError
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a number of features, heads or rows: `start` up to `end`."""
+    """One rank's part of a number of features, heads or rows: every `step`-th one from `start` up to `end`."""
 
     start: int
     end: int
+    step: int = 1
 
     @property
     def size(self) -> int:
-        return self.end - self.start
+        return len(range(self.start, self.end, self.step))
 
     @property
     def slice(self) -> slice:
-        return slice(self.start, self.end)
+        return slice(self.start, self.end, self.step)
 
 
 class Ranks:

@@ -27,8 +27,8 @@ from worker_svc.device.replay import MAX_GRAPH_ROWS, CudaGraphRecorder, GraphSha
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
+from worker_svc.models.families import DECODERS
 from worker_svc.models.registry import load_model
-from worker_svc.models.with_experts import MixtralForCausalLM
 from worker_svc.startup import model_geometry
 from worker_svc.step import AdmittedStep, RowChanges, StepOutput, WorkerLimits
 from worker_svc.streams import Streams
@@ -247,7 +247,9 @@ def test_no_graph_has_more_rows_than_pays_and_a_batch_beyond_all_shapes_gets_non
 def test_graphs_of_a_model_with_experts_are_refused() -> None:
     """The host waits for the experts that the tokens choose, which a recording cannot contain."""
     config = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    model = MixtralForCausalLM.from_config({**config, "num_attention_heads": 8}, Placement(CPU, torch.float32))
+    model = DECODERS["MixtralForCausalLM"].from_config(
+        {**config, "num_attention_heads": 8}, Placement(CPU, torch.float32)
+    )
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="--cuda-graphs is on and MixtralForCausalLM has experts"):
         check_cuda_graphs(model)

@@ -21,7 +21,8 @@ from tests.support.steps import int32, make_assign, make_batch, make_changes, ma
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.runner import ModelRunner
 from worker_svc.first_steps import memory_for_pool
-from worker_svc.models.llama import LlamaForCausalLM
+from worker_svc.models.decoder import Decoder
+from worker_svc.models.families import DECODERS
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import make_worker, model_geometry
@@ -120,8 +121,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> MetaGpu:
     return MetaGpu(monkeypatch)
 
 
-def make_model(**fields: Any) -> LlamaForCausalLM:
-    model = LlamaForCausalLM.from_config({**CONFIG, **fields}, Placement(GPU, torch.bfloat16))
+def make_model(**fields: Any) -> Decoder:
+    model = DECODERS["LlamaForCausalLM"].from_config({**CONFIG, **fields}, Placement(GPU, torch.bfloat16))
     for layer in (module for module in model.modules() if isinstance(module, Loadable)):
         layer.load(MadeTensors(lambda spec: torch.empty(spec.shape, dtype=torch.bfloat16, device=GPU)))
     return model.eval()

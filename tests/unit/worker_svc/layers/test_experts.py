@@ -1,6 +1,7 @@
 """Experts: a token's experts do not depend on the other tokens, and ranks share each expert."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ from torch import nn
 
 from kernels.packed_weight import Quantization
 from tests.support.cpu_kernels import ISAS
-from worker_svc.layers.experts import Experts, ExpertsConfig, GatedMlp
+from worker_svc.layers.experts import Experts, ExpertsConfig, Mlp
 from worker_svc.layers.linear import Linear
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 HIDDEN, INNER, COUNT = 64, 96, 6
-CONFIG = ExpertsConfig(count=COUNT, num_chosen=3, inner_size=INNER, normalized=True, shared_inner_size=32)
+CONFIG = ExpertsConfig(COUNT, 3, INNER, normalized=True, shared_inner_size=32, shared_gate="shared_expert_gate")
 CPU = torch.device("cpu")
 
 needs_library = pytest.mark.skipif(not ISAS, reason="there is no library of kernels for the CPU, which promises it")
@@ -71,7 +72,7 @@ def plain(config: ExpertsConfig, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shared", [None, 32])
 @pytest.mark.parametrize(("num_chosen", "normalized"), [(1, True), (3, False), (COUNT, True)])
 def test_a_token_gets_the_weighted_sum_of_its_experts(num_chosen: int, normalized: bool, shared: int | None) -> None:
-    config = ExpertsConfig(COUNT, num_chosen, INNER, normalized, shared)
+    config = replace(CONFIG, num_chosen=num_chosen, normalized=normalized, shared_inner_size=shared)
     x = make_tokens(9)
     torch.testing.assert_close(make_experts(config)(x).double(), plain(config, x), rtol=1e-5, atol=1e-5)
 
@@ -96,7 +97,7 @@ def test_an_expert_that_no_token_chose_is_not_multiplied_with(monkeypatch: pytes
     multiply = Linear.partial
     monkeypatch.setattr(Linear, "partial", lambda self, x: seen.append((self, x.shape[0])) or multiply(self, x))
     experts(x)
-    multiplied = [each for each in experts.experts if isinstance(each, GatedMlp) and (each.down, 4) in seen]
+    multiplied = [each for each in experts.experts if isinstance(each, Mlp) and (each.down, 4) in seen]
     assert len(multiplied) == 3
     assert len(seen) == 2 * 3 + 4  # router, shared expert and its gate
 

@@ -45,16 +45,8 @@ from tests.support.paged import PagedRunner, Span
 from tests.support.parity import assert_serves_like, expected_logits, make_sequences
 from tests.support.tiers import parametrize_once
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM, GemmaForCausalLM
-from worker_svc.models.llama import (
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Phi3ForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from worker_svc.models.families import DECODERS
 from worker_svc.models.registry import load_model
-from worker_svc.models.with_experts import MixtralForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 from worker_svc.weights import Placement
 
 Made = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -190,24 +182,23 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize(
-    ("family", "theirs"),
+    "theirs",
     [
-        (MistralForCausalLM, MistralConfig),
-        (Qwen2ForCausalLM, Qwen2Config),
-        (Qwen3ForCausalLM, Qwen3Config),
-        (Phi3ForCausalLM, Phi3Config),
-        (MixtralForCausalLM, MixtralConfig),
-        (Qwen2MoeForCausalLM, Qwen2MoeConfig),
-        (Qwen3MoeForCausalLM, Qwen3MoeConfig),
-        (GemmaForCausalLM, GemmaConfig),
-        (Gemma2ForCausalLM, Gemma2Config),
-        (Gemma3ForCausalLM, Gemma3TextConfig),
+        MistralConfig,
+        Qwen2Config,
+        Qwen3Config,
+        Phi3Config,
+        MixtralConfig,
+        Qwen2MoeConfig,
+        Qwen3MoeConfig,
+        GemmaConfig,
+        Gemma2Config,
+        Gemma3TextConfig,
     ],
 )
-def test_what_config_json_does_not_say_is_what_transformers_assumes(
-    family: type[LlamaForCausalLM], theirs: type[PreTrainedConfig]
-) -> None:
-    expected, config = theirs(), family.read_config({})
+def test_what_config_json_does_not_say_is_what_transformers_assumes(theirs: type[PreTrainedConfig]) -> None:
+    name = f"{theirs.__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"
+    expected, config = theirs(), DECODERS[name].read_config({})
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -216,7 +207,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
         "num_heads": "num_attention_heads",
         "num_kv_heads": "num_key_value_heads",
         "activation": "hidden_activation" if hasattr(expected, "hidden_activation") else "hidden_act",
-        "rms_norm_eps": "rms_norm_eps",
+        "norm_eps": "rms_norm_eps",
         "tied": "tie_word_embeddings",
     }
     for ours, name in names.items():
@@ -261,7 +252,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(
 def test_windows_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
     config = {"num_hidden_layers": 2, "use_sliding_window": True, "sliding_window": 7, **fields}
     with pytest.raises(ConfigurationError, match=message):
-        Qwen2ForCausalLM.from_config(config, Placement(CPU, torch.float32))
+        DECODERS["Qwen2ForCausalLM"].from_config(config, Placement(CPU, torch.float32))
 
 
 def test_gemma_3_as_transformers_4_wrote_it() -> None:
@@ -272,7 +263,7 @@ def test_gemma_3_as_transformers_4_wrote_it() -> None:
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "sliding_window_pattern": 3,
     }
-    expected, config = Gemma3TextConfig(**written), Gemma3ForCausalLM.read_config(written)
+    expected, config = Gemma3TextConfig(**written), DECODERS["Gemma3ForCausalLM"].read_config(written)
     assert config.sliding_rope is not None
     for rope, kind in ((config.rope, "full_attention"), (config.sliding_rope, "sliding_attention")):
         section = expected.rope_parameters[kind]
@@ -292,48 +283,46 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
     ("family", "fields", "message"),
     [
         (
-            MixtralForCausalLM,
+            "Mixtral",
             {"num_local_experts": 3, "num_experts_per_tok": 4},
             "num_experts_per_tok is 4; expected at",
         ),
         (
-            MixtralForCausalLM,
+            "Mixtral",
             {"num_local_experts": 10**9},
             "num_experts is 1000000000; expected at most 65536 in 2 layers",
         ),
-        (Qwen3MoeForCausalLM, {**EXPERTS, "mlp_only_layers": ["1"]}, "expected a list of layers"),
-        (Qwen2MoeForCausalLM, {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ("Qwen3Moe", {**EXPERTS, "mlp_only_layers": ["1"]}, "expected a list of layers"),
+        ("Qwen2Moe", {**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (
-            GemmaForCausalLM,
+            "Gemma",
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention is True; expected false",
         ),
         (
-            Gemma2ForCausalLM,
+            "Gemma2",
             {"sliding_window": None, "layer_types": ["sliding_attention"] * 2},
             "expected only full_attention if no sliding window is used",
         ),
         (
-            Gemma3ForCausalLM,
+            "Gemma3",
             {"rope_parameters": {"rope_theta": 1e4}},
             "expected sections for full_attention and sliding_",
         ),
-        (Gemma3ForCausalLM, {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
-        (Phi3ForCausalLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
-        (Phi3ForCausalLM, {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
+        ("Gemma3", {"rope_parameters": {"full_attention": 3}}, "expected a section for each kind of layer"),
+        ("Phi3", {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; expected at most 1"),
+        ("Phi3", {"partial_rotary_factor": 0.01}, "for an even number of 96 dimensions"),
         (
-            Phi3ForCausalLM,
+            "Phi3",
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},
             "rope_type is 'yarn'; expected default or longrope",
         ),
-        (LlamaForCausalLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1"),
     ],
 )
-def test_what_a_family_cannot_be_is_refused(
-    family: type[LlamaForCausalLM], fields: dict[str, Any], message: str
-) -> None:
+def test_what_a_family_cannot_be_is_refused(family: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        family.read_config({"num_hidden_layers": 2, **fields})
+        DECODERS[f"{family}ForCausalLM"].read_config({"num_hidden_layers": 2, **fields})
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.support.gguf_files import write_gguf
 from tests.support.models import VOCAB_SIZE, Family, make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.base import CausalLM, ConfigFields
-from worker_svc.models.llama import LlamaConfig
+from worker_svc.models.decoder import DecoderConfig
 from worker_svc.models.registry import load_model
 from worker_svc.models.rope import RopeConfig
 
@@ -96,7 +96,7 @@ def test_a_file_of_gguf_follows_the_same_rule(tmp_path: Path) -> None:
 def test_the_rotation_of_layers_with_windows_counts_too() -> None:
     values = {"num_hidden_layers": 1, "max_position_embeddings": LONGEST, "rope_parameters": {"rope_type": "default"}}
     rope = {"original_max_position_embeddings": ORIGINAL, **LONG, "short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
-    config = LlamaConfig.read(values)
+    config = DecoderConfig.read(values)
     assert (config.served_len(None), config.rotation_for(None)) == (LONGEST, None)
     fields = ConfigFields({"max_position_embeddings": LONGEST, "rope_parameters": rope})
     config = replace(config, sliding_rope=RopeConfig.read(fields, 128))

@@ -1,0 +1,414 @@
+"""A decoder with rotary positions and grouped-query attention, whose parts a `DecoderConfig` describes.
+
+LLaMA and the families that differ from it by configuration are rows of the table in `families`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels import ops
+from worker_svc.layers.attention import AttentionMetadata, PagedAttention
+from worker_svc.layers.embedding_norm import Embedding, HeadNorm, LayerNorm, NoNorm, NormSpan, Numbers, RmsNorm
+from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, Mlp
+from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
+from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, RotationByLength, head_dim_of, make_head
+from worker_svc.models.rope import RopeConfig
+from worker_svc.parallel.ranks import heads_of_rank
+from worker_svc.weights import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """The parts of a decoder. `read` has the fields of config.json that most families share."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    activation: str
+    norm_eps: float
+    qkv_bias: bool
+    attention_output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    rope: RopeConfig
+    sliding_windows: tuple[int | None, ...]
+    """The window of each layer; None for the whole context."""
+    max_model_len: int
+    experts: ExpertsConfig | None = None
+    mlp_names: tuple[str, ...] = GATE_UP_DOWN
+    """As in `Mlp`."""
+    merged_qkv: bool = False
+    """Whether the checkpoint has query, key and value in one layer."""
+    head_bias: bool = False
+    """Whether the output layer has biases."""
+
+    attention_norm: str | None = "input_layernorm"
+    """The norm before attention, by its name in the layer; None if there is none."""
+    attention_output_norm: str | None = None
+    """The norm of attention's output, before it is added to the residual stream."""
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm before the MLP."""
+    mlp_output_norm: str | None = None
+    is_parallel: bool = False
+    """Whether the MLP has the same input as attention, of which only the norm before attention is there."""
+    centered_norms: bool = False
+    """Whether norms subtract the mean, as LayerNorm does."""
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    """Number that norms add to their weights."""
+    head_norms: tuple[str, str] | None = None
+    """The norms of query and key, by their names in attention. "*" in a name is the number of the head."""
+    head_norm_span: NormSpan = NormSpan.HEAD
+    norms_rotated_heads: bool = False
+    """Whether query and key are rotated before their norms."""
+
+    sliding_rope: RopeConfig | None = None
+    """The rotation of layers with a window, if it differs."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers whose query and key are not rotated."""
+    rotates_neighbours: bool = False
+    """Whether a rotation turns dimension 2i with 2i + 1, instead of i with i + half of the rotated ones."""
+    query_growth: tuple[float, int] | None = None
+    """(b, n): queries are multiplied by 1 + b log(1 + position // n)."""
+
+    attention_scale: float | None = None
+    """Factor on the scores; None for the default of the head size."""
+    soft_cap: float | None = None
+    """Cap of the scores, as in `ops.paged_attention`."""
+    has_sinks: bool = False
+    """Whether attention has sinks, as in `ops.paged_attention`."""
+    embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
+    """Whether the scale of the embedding is rounded to the dtype of the model."""
+    residual_scale: float = 1.0
+    """Factor on the outputs of attention and MLP."""
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    """Logits are `cap * tanh(logit / cap)`."""
+
+    def rotation_for(self, max_positions: int | None) -> RotationByLength | None:
+        """The rotation of a server whose sequences have this length, see `served_len`."""
+        length = self.served_len(max_positions)
+        found = [each for rope in self._ropes if (each := rope.rotation_for(length, self.max_model_len)) is not None]
+        if not found:
+            return None
+        return replace(min(found, key=lambda each: each.original), name=", ".join(each.name for each in found))
+
+    def served_len(self, max_positions: int | None) -> int:
+        """The length of the longest sequence: as it is asked for, else up to where a rotation would change."""
+        if max_positions is not None:
+            return min(max_positions, self.max_model_len)
+        return min([self.max_model_len, *(rope.changes_beyond for rope in self._ropes if rope.changes_beyond)])
+
+    @property
+    def head_order(self) -> HeadOrder | None:
+        """The order of the outputs of query and key in the checkpoint; None if it is the order of `ops.rotary`."""
+        if self.rope.rotated_dim == self.head_dim and not self.rotates_neighbours:
+            return None
+        return HeadOrder(self.head_dim, self.rope.rotated_dim, self.rotates_neighbours)
+
+    @property
+    def _ropes(self) -> tuple[RopeConfig, ...]:
+        return (self.rope,) if self.sliding_rope is None else (self.rope, self.sliding_rope)
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], *, rotates_partly: bool = False) -> "DecoderConfig":
+        """A plain LLaMA. `values` are config.json over the defaults of the family; the defaults here are LLaMA's.
+
+        Raises:
+            ConfigurationError: a field has another type or is out of range.
+        """
+        fields = ConfigFields(values)
+        hidden_size = fields.integer("hidden_size", 4096)
+        num_heads = fields.integer("num_attention_heads", 32)
+        num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+        if num_heads % num_kv_heads:
+            raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads, {num_heads}")
+        given = values.get("head_dim")
+        head_dim = head_dim_of(hidden_size, num_heads) if given is None else fields.integer("head_dim")
+        if head_dim % 2:
+            raise fields.error("head_dim", head_dim, "an even number: rotary embeddings rotate pairs")
+        attention_bias = fields.flag("attention_bias", False)
+        num_layers = fields.integer("num_hidden_layers", 32)
+        rope = RopeConfig.read(fields, head_dim, may_be_partial=rotates_partly)
+        return cls(
+            vocab_size=fields.integer("vocab_size", 32000),
+            hidden_size=hidden_size,
+            intermediate_size=fields.integer("intermediate_size", 11008),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            activation=fields.text("hidden_act", "silu"),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            qkv_bias=attention_bias,
+            attention_output_bias=attention_bias,
+            mlp_bias=fields.flag("mlp_bias", False),
+            tied=fields.flag("tie_word_embeddings", False),
+            rope=rope,
+            sliding_windows=(None,) * num_layers,
+            max_model_len=rope.max_model_len,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The tables of `ops.rotary` for the layers of one kind.
+
+    Attributes:
+        of_query: the table of queries, if it differs from that of keys.
+    """
+
+    table: torch.Tensor
+    of_query: torch.Tensor | None = None
+
+
+class DecoderLayer(nn.Module):
+    """One decoder layer, number `index`. `rotation` is None if its query and key are not rotated."""
+
+    def __init__(self, index: int, config: DecoderConfig, rotation: Rotation | None, placement: Placement) -> None:
+        super().__init__()
+        name = f"model.layers.{index}"
+        hidden = config.hidden_size
+        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
+        self._rotation = rotation
+        self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
+        self.attention_norm = make_norm(name, config.attention_norm, config, placement)
+        self.qkv = Linear(
+            self._parts_of_heads(f"{name}.self_attn", config, placement),
+            hidden,
+            bias=config.qkv_bias,
+            placement=placement,
+            split=Split.OUTPUTS,
+        )
+        self.head_norms = nn.ModuleList(self._make_head_norms(f"{name}.self_attn", config, placement))
+        self.attention = PagedAttention(
+            num_heads,
+            num_kv_heads,
+            config.head_dim,
+            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            sliding_window=config.sliding_windows[index],
+            soft_cap=config.soft_cap,
+            sinks=Numbers(f"{name}.self_attn.sinks", config.num_heads, placement) if config.has_sinks else None,
+        )
+        self.attention_output = Linear(
+            [LinearPart(f"{name}.self_attn.o_proj", hidden)],
+            config.num_heads * config.head_dim,
+            bias=config.attention_output_bias,
+            placement=placement,
+            split=Split.INPUTS,
+        )
+        self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
+        self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
+        self.mlp = self._make_mlp(index, name, config, placement)
+        self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
+
+    @staticmethod
+    def _parts_of_heads(name: str, config: DecoderConfig, placement: Placement) -> list[LinearPart]:
+        """Query, key and value."""
+        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        kv_shards, order = min(placement.ranks.size, config.num_kv_heads), config.head_order
+        parts = [
+            LinearPart(f"{name}.q_proj", query, order=order),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
+        ]
+        if not config.merged_qkv:
+            return parts
+        firsts = (0, query, query + key)
+        return [
+            replace(part, name=f"{name}.qkv_proj", first=first, of=query + 2 * key, apart=part.name)
+            for part, first in zip(parts, firsts, strict=True)
+        ]
+
+    @staticmethod
+    def _make_head_norms(name: str, config: DecoderConfig, placement: Placement) -> list[HeadNorm]:
+        """The norms of query and key, if there are any."""
+        return [
+            HeadNorm(
+                f"{name}.{module}",
+                config.head_norm_span,
+                count,
+                config.head_dim,
+                config.norm_eps,
+                placement=placement,
+                order=config.head_order,
+                offset=config.norm_offset,
+                centered=config.centered_norms,
+            )
+            for module, count in zip(config.head_norms or (), (config.num_heads, config.num_kv_heads), strict=False)
+        ]
+
+    @staticmethod
+    def _make_mlp(index: int, name: str, config: DecoderConfig, placement: Placement) -> nn.Module:
+        """[T, hidden] -> [T, hidden]; `name` is the name of the layer."""
+        experts = config.experts
+        if experts is not None and index not in experts.dense_layers:
+            return Experts(name, experts, config.hidden_size, config.activation, placement)
+        return Mlp(
+            f"{name}.mlp",
+            config.hidden_size,
+            config.intermediate_size,
+            config.activation,
+            placement=placement,
+            bias=config.mlp_bias,
+            names=config.mlp_names,
+        )
+
+    def attend(
+        self, x: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden], after the norm -> what is added to the residual stream, [T, hidden]."""
+        query, key, value = self.attention.split(self.qkv(x))
+        if not self._norms_rotated:
+            query, key = self._normed(query, key)
+        rotation = self._rotation
+        if rotation is not None and rotation.of_query is None and not self._norms_rotated:
+            query = ops.rotary_and_cache(query, key, value, positions, rotation.table, kv_cache, metadata.slot_mapping)
+            attended = self.attention.attend(query, kv_cache, metadata)
+        else:
+            if rotation is not None:
+                grown = None if rotation.of_query is None else ops.rotary(query, key, positions, rotation.of_query)[0]
+                query, key = ops.rotary(query, key, positions, rotation.table)
+                query = query if grown is None else grown
+            if self._norms_rotated:
+                query, key = self._normed(query, key)
+            attended = self.attention(query, key, value, kv_cache, metadata)
+        return self.attention_output_norm(self.attention_output(attended))
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.head_norms:
+            return query, key
+        of_query, of_key = self.head_norms
+        return of_query(query), of_key(key)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The same of the MLP."""
+        return self.mlp_output_norm(self.mlp(x))
+
+
+class Decoder(NativeCausalLM):
+    """The decoder that a configuration describes."""
+
+    base_prefix = "model."
+
+    def __init__(self, architecture: str, config: DecoderConfig, placement: Placement) -> None:
+        super().__init__(
+            placement,
+            num_layers=config.num_layers,
+            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            max_model_len=config.max_model_len if placement.max_positions else config.served_len(None),
+        )
+        self.architecture = architecture
+        self.waits_for_device = config.experts is not None
+        self.rotation = config.rotation_for(placement.max_positions)
+        hidden = config.hidden_size
+        self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
+        rotations = _rotations(config, placement)
+        layers = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = make_norm("model", "norm", config, placement)
+        self._norms = [*(layer.attention_norm for layer in layers), self.norm]
+        self.head = make_head(
+            self.embedding, hidden, config.vocab_size, tied=config.tied, bias=config.head_bias, placement=placement
+        )
+        scale = config.embedding_scale
+        if config.rounds_embedding_scale:
+            scale = torch.tensor(scale, dtype=placement.dtype).item()
+        # The residual stream is divided by `residual_scale`, so that outputs are added as they are.
+        self._embedding_scale = scale / config.residual_scale
+        self._logit_scale, self._logit_cap = config.logit_scale, config.logit_cap
+
+    def embed(self, inputs: ModelInput) -> torch.Tensor:
+        embedded = self.embedding(inputs.token_ids)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+
+    def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        x, residual = self._norms[0](x), x
+        # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
+        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            output = layer.attend(x, inputs.positions, kv_cache, inputs.attention)
+            if layer.is_parallel:
+                _, residual = layer.mlp_norm.add(output, residual)
+            else:
+                x, residual = layer.mlp_norm.add(output, residual)
+            x, residual = next_norm.add(layer.feed_forward(x), residual)
+        return x
+
+    def finish(self, outputs: torch.Tensor) -> torch.Tensor:
+        logits, cap = super().finish(outputs), self._logit_cap
+        if self._logit_scale != 1:
+            logits = logits.mul_(self._logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+def make_norm(
+    owner: str, module: str | None, config: DecoderConfig, placement: Placement, *, in_stream: bool = True
+) -> RmsNorm | LayerNorm | NoNorm:
+    """The norm `module` of `owner` over the hidden size; nothing if it is None.
+
+    Args:
+        in_stream: it is a norm of the residual stream, which is divided by `residual_scale`.
+    """
+    if module is None:
+        return NoNorm()
+    name, hidden = f"{owner}.{module}", config.hidden_size
+    eps = config.norm_eps / config.residual_scale**2 if in_stream else config.norm_eps
+    if config.centered_norms:
+        return LayerNorm(name, hidden, eps, placement=placement, bias=config.norm_bias)
+    return RmsNorm(name, hidden, eps, placement=placement, offset=config.norm_offset)
+
+
+def _rotations(config: DecoderConfig, placement: Placement) -> list[Rotation | None]:
+    """The rotation of each layer."""
+    num_positions = config.served_len(placement.max_positions)
+
+    def rotation(rope: RopeConfig) -> Rotation:
+        table = rope.cos_sin_table(placement.device, num_positions)
+        growth = config.query_growth
+        if growth is None or num_positions <= growth[1]:
+            return Rotation(table)
+        steps = torch.arange(num_positions, device=table.device) // growth[1]
+        return Rotation(table, table * (1 + growth[0] * (1 + steps).log())[:, None])
+
+    usual = rotation(config.rope)
+    sliding = usual if config.sliding_rope is None else rotation(config.sliding_rope)
+    return [
+        None if index in config.unrotated_layers else usual if window is None else sliding
+        for index, window in enumerate(config.sliding_windows)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """A row of the table of families.
+
+    Attributes:
+        architecture: its name in config.json.
+        defaults: of transformers, for fields that config.json lacks and that differ from LLaMA's.
+        describe: what config.json, over the defaults, means. Raises ConfigurationError.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    describe: Callable[[Mapping[str, Any]], DecoderConfig]
+    base_prefix: str = "model."
+
+    def read_config(self, values: Mapping[str, Any]) -> DecoderConfig:
+        """Raises ConfigurationError for a field of another type or out of range."""
+        return self.describe({**self.defaults, **values})
+
+    def from_config(self, config: Mapping[str, Any], placement: Placement) -> Decoder:
+        """Raises as `read_config`."""
+        return Decoder(self.architecture, self.read_config(config), placement)

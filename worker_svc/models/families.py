@@ -1,0 +1,349 @@
+"""The table of the families that `decoder` runs: what the config.json of each means.
+
+A row is a function under `family`, which names the architecture and the defaults of transformers for fields that
+config.json lacks and that differ from LLaMA's. The function takes config.json over these defaults.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from worker_svc.layers.experts import MERGED_GATE_UP_DOWN, ExpertsConfig
+from worker_svc.models.base import ConfigFields
+from worker_svc.models.decoder import DecoderConfig, DecoderFamily
+from worker_svc.models.rope import RopeConfig
+
+Values = Mapping[str, Any]
+
+DECODERS: dict[str, DecoderFamily] = {}
+"""The rows, by architecture."""
+
+_NO_BIASES: Values = {"attention_bias": False, "mlp_bias": False}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_HEAD_NORMS = ("q_norm", "k_norm")
+# More than any model has, in all layers. It bounds what a wrong configuration can allocate.
+_MAX_EXPERTS = 1 << 16
+
+
+def family(
+    architecture: str, defaults: Values | None = None, **further: Any
+) -> Callable[[Callable[[Values], DecoderConfig]], Callable[[Values], DecoderConfig]]:
+    """Makes the function below a row of the table, with `defaults` and `further` ones."""
+
+    def add(describe: Callable[[Values], DecoderConfig]) -> Callable[[Values], DecoderConfig]:
+        DECODERS[architecture] = DecoderFamily(architecture, {**(defaults or {}), **further}, describe)
+        return describe
+
+    return add
+
+
+@family("LlamaForCausalLM")
+def _llama(values: Values) -> DecoderConfig:
+    return DecoderConfig.read(values)
+
+
+@family(
+    "MistralForCausalLM",
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    sliding_window=4096,
+)
+def _mistral(values: Values) -> DecoderConfig:
+    """LLaMA whose layers may see a sliding window: all layers, or the sliding ones of `layer_types` (Ministral)."""
+    return _with_windows(DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values), lambda _: True)
+
+
+_QWEN_DEFAULTS = {
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+}
+
+
+@family("Qwen2ForCausalLM", _QWEN_DEFAULTS)
+def _qwen2(values: Values) -> DecoderConfig:
+    """LLaMA with biases on query, key and value. The upper layers may see a sliding window."""
+    return replace(_with_upper_windows(DecoderConfig.read({**values, **_NO_BIASES}), values), qkv_bias=True)
+
+
+@family("Qwen3ForCausalLM", _QWEN_DEFAULTS, head_dim=128)
+def _qwen3(values: Values) -> DecoderConfig:
+    """LLaMA with norms on the heads of query and key. The upper layers may see a sliding window."""
+    config = DecoderConfig.read({**values, "mlp_bias": False})
+    return replace(_with_upper_windows(config, values), head_norms=_HEAD_NORMS)
+
+
+@family(
+    "Phi3ForCausalLM",
+    vocab_size=32064,
+    hidden_size=3072,
+    intermediate_size=8192,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    original_max_position_embeddings=4096,
+)
+def _phi3(values: Values) -> DecoderConfig:
+    """LLaMA with merged weights, whose rotation may turn a part of each head. Layers may see a sliding window."""
+    config = DecoderConfig.read({**values, **_NO_BIASES}, rotates_partly=True)
+    if (kind := config.rope.rope_type) not in ("default", "longrope"):
+        raise config.rope.fields.error("rope_type", kind, "default or longrope")
+    return replace(
+        config,
+        merged_qkv=True,
+        mlp_names=MERGED_GATE_UP_DOWN,
+        sliding_windows=(window_of(ConfigFields(values)),) * config.num_layers,
+    )
+
+
+@family(
+    "MixtralForCausalLM",
+    intermediate_size=14336,
+    num_key_value_heads=8,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+)
+def _mixtral(values: Values) -> DecoderConfig:
+    """LLaMA with experts in each layer, whose weights come to 1. Layers may see a sliding window."""
+    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
+    count = fields.integer("num_experts" if "num_experts" in values else "num_local_experts", 8)
+    experts = ExpertsConfig(
+        count=count,
+        num_chosen=_num_chosen(fields, config, count, 2),
+        inner_size=config.intermediate_size,
+        normalized=True,
+        module="block_sparse_moe",
+        names=("w1", "w3", "w2"),
+    )
+    return replace(config, experts=experts, sliding_windows=(window_of(fields),) * config.num_layers)
+
+
+_QWEN_MOE_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+}
+
+
+@family(
+    "Qwen2MoeForCausalLM",
+    _QWEN_MOE_DEFAULTS,
+    intermediate_size=5632,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    moe_intermediate_size=1408,
+    shared_expert_intermediate_size=5632,
+    num_experts_per_tok=4,
+    num_experts=60,
+)
+def _qwen2_moe(values: Values) -> DecoderConfig:
+    """LLaMA with biases on query, key and value, and with experts, including one shared by all tokens. Every other one
+    of the lower layers may see a sliding window."""
+    config, fields = DecoderConfig.read({**values, **_NO_BIASES}), ConfigFields(values)
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    end = fields.integer("max_window_layers", 28, minimum=0)
+    experts = _qwen_experts(fields, config)
+    if experts is not None:
+        shared_size = fields.integer("shared_expert_intermediate_size")
+        experts = replace(experts, shared_inner_size=shared_size, shared_gate="shared_expert_gate")
+    return replace(
+        config,
+        qkv_bias=fields.flag("qkv_bias", True),
+        experts=experts,
+        sliding_windows=windows_of_layers(
+            fields, config.num_layers, window, lambda index: index % 2 == 0 and index < end
+        ),
+    )
+
+
+@family(
+    "Qwen3MoeForCausalLM",
+    _QWEN_MOE_DEFAULTS,
+    intermediate_size=6144,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    moe_intermediate_size=768,
+    num_experts_per_tok=8,
+    num_experts=128,
+)
+def _qwen3_moe(values: Values) -> DecoderConfig:
+    """Qwen3 with experts. Layers may see a sliding window."""
+    config, fields = DecoderConfig.read({**values, "mlp_bias": False}), ConfigFields(values)
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    return replace(
+        config,
+        head_norms=_HEAD_NORMS,
+        experts=_qwen_experts(fields, config),
+        sliding_windows=(window,) * config.num_layers,
+    )
+
+
+_GEMMA_DEFAULTS = {
+    "vocab_size": 256000,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_GEMMA_2_DEFAULTS = _GEMMA_DEFAULTS | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
+
+@family(
+    "GemmaForCausalLM",
+    _GEMMA_DEFAULTS,
+    hidden_size=3072,
+    intermediate_size=24576,
+    num_hidden_layers=28,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    hidden_act="gelu_pytorch_tanh",
+)
+def _gemma(values: Values) -> DecoderConfig:
+    """LLaMA with scaled embeddings, norms whose factors differ from 1 by their weights, and MLPs gated by GELU."""
+    # An old name of the same function.
+    return _read_gemma(values, None if values["hidden_act"] == "gelu" else values["hidden_act"])
+
+
+@family("Gemma2ForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
+def _gemma2(values: Values) -> DecoderConfig:
+    """Gemma with norms after attention and MLP, and soft caps on scores and logits; every other layer has a window."""
+    config, fields = _read_gemma_2(values), ConfigFields(values)
+    config = replace(config, soft_cap=fields.optional_number("attn_logit_softcapping"))
+    return _with_windows(config, fields, lambda index: index % 2 == 0)
+
+
+@family("Gemma3ForCausalLM", _GEMMA_2_DEFAULTS, vocab_size=262208, max_position_embeddings=131072)
+def _gemma3(values: Values) -> DecoderConfig:
+    """Gemma 2 (text) with norms on the heads of query and key, and another rotation in layers with a window."""
+    fields = ConfigFields(values)
+    full, sliding = _with_two_rotations(fields, 1e6, "rope_local_base_freq", 1e4)
+    config = _read_gemma_2(full)
+    pattern = fields.integer("sliding_window_pattern", 6)
+    config = replace(
+        config,
+        head_norms=_HEAD_NORMS,
+        sliding_rope=RopeConfig.read(ConfigFields(sliding), config.head_dim),
+        # The positions that the scaled rotation reaches already.
+        max_model_len=config.rope.max_positions,
+    )
+    return _with_windows(config, fields, lambda index: (index + 1) % pattern > 0)
+
+
+def _read_gemma(values: Values, activation: str | None) -> DecoderConfig:
+    if values.get("use_bidirectional_attention"):
+        raise ConfigFields(values).error("use_bidirectional_attention", True, "false: tokens attend to earlier ones")
+    config = DecoderConfig.read({**values, "hidden_act": activation or "gelu_pytorch_tanh", "mlp_bias": False})
+    return replace(config, norm_offset=1.0, embedding_scale=config.hidden_size**0.5, rounds_embedding_scale=True)
+
+
+def _read_gemma_2(values: Values) -> DecoderConfig:
+    fields = ConfigFields(values)
+    return replace(
+        _read_gemma(values, values["hidden_activation"]),
+        attention_output_norm="post_attention_layernorm",
+        mlp_norm="pre_feedforward_layernorm",
+        mlp_output_norm="post_feedforward_layernorm",
+        attention_scale=fields.number("query_pre_attn_scalar") ** -0.5,
+        logit_cap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def _with_windows(config: DecoderConfig, fields: ConfigFields, is_sliding: Callable[[int], bool]) -> DecoderConfig:
+    """`sliding_window` in layers as in `windows_of_layers`."""
+    windows = windows_of_layers(fields, config.num_layers, window_of(fields), is_sliding)
+    return replace(config, sliding_windows=windows)
+
+
+def _with_upper_windows(config: DecoderConfig, values: Values) -> DecoderConfig:
+    """`sliding_window` in the sliding layers of `layer_types`; without `layer_types`, from `max_window_layers` on."""
+    fields = ConfigFields(values)
+    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
+    first = fields.integer("max_window_layers", 28, minimum=0)
+    windows = windows_of_layers(fields, config.num_layers, window, lambda index: index >= first)
+    return replace(config, sliding_windows=windows)
+
+
+def windows_of_layers(
+    fields: ConfigFields, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
+) -> tuple[int | None, ...]:
+    """`window` in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
+
+    Raises:
+        ConfigurationError: an unknown type of layer, or a sliding layer without a window.
+    """
+    types = fields.values.get("layer_types")
+    if types is None:
+        return tuple(window if is_sliding(index) else None for index in range(num_layers))
+    if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
+        raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
+    if window is None and _SLIDING in types:
+        raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
+    return tuple(window if each == _SLIDING else None for each in types)
+
+
+def window_of(fields: ConfigFields) -> int | None:
+    """The field `sliding_window`."""
+    return None if fields.values.get("sliding_window") is None else fields.integer("sliding_window")
+
+
+def _with_two_rotations(
+    fields: ConfigFields, theta: float, sliding_name: str, sliding_theta: float
+) -> tuple[Values, Values]:
+    """The configuration with the rope section of layers without a window, and with that of layers with one, as
+    transformers 5 or 4 write them.
+
+    Args:
+        theta: the default of `rope_theta`.
+        sliding_name: the field of transformers 4 with the base of layers with a window, and its default.
+    """
+    values = fields.values
+    given = values.get("rope_parameters") or {_FULL: values.get("rope_scaling") or {}}
+    if not isinstance(given, dict) or not given.keys() <= {_FULL, _SLIDING}:
+        raise fields.error("rope_parameters", given, f"sections for {_FULL} and {_SLIDING}")
+    sections = {kind: given.get(kind) or {} for kind in (_FULL, _SLIDING)}
+    if not all(isinstance(section, dict) for section in sections.values()):
+        raise fields.error("rope_parameters", given, "a section for each kind of layer")
+    bases = {_FULL: fields.number("rope_theta", theta), _SLIDING: fields.number(sliding_name, sliding_theta)}
+    full, sliding = ({"rope_theta": bases[kind], **section} for kind, section in sections.items())
+    plain = {**values, "rope_scaling": None}
+    return {**plain, "rope_parameters": full}, {**plain, "rope_parameters": sliding}
+
+
+def _qwen_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    """None if no layer has experts."""
+    # transformers 5 writes Qwen3's number by Mixtral's name.
+    count = fields.integer("num_local_experts" if "num_local_experts" in fields.values else "num_experts", minimum=0)
+    if not count:
+        return None
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+        raise fields.error("mlp_only_layers", dense, "a list of layers")
+    return ExpertsConfig(
+        count=count,
+        num_chosen=_num_chosen(fields, config, count, None),
+        inner_size=fields.integer("moe_intermediate_size"),
+        normalized=fields.flag("norm_topk_prob", False),
+        dense_layers=frozenset(dense) | {index for index in range(config.num_layers) if (index + 1) % step},
+    )
+
+
+def _num_chosen(fields: ConfigFields, config: DecoderConfig, count: int, default: int | None) -> int:
+    if count * config.num_layers > _MAX_EXPERTS:
+        raise fields.error("num_experts", count, f"at most {_MAX_EXPERTS} in {config.num_layers} layers together")
+    chosen = fields.integer("num_experts_per_tok", default)
+    if chosen > count:
+        raise fields.error("num_experts_per_tok", chosen, f"at most {count}, the number of experts")
+    return chosen
