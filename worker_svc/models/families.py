@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from worker_svc.layers.experts import MERGED_GATE_UP_DOWN, ExpertsConfig
-from worker_svc.models.base import ConfigFields
+from worker_svc.layers.latent_attention import LatentConfig
+from worker_svc.models.base import ConfigFields, head_dim_of
 from worker_svc.models.decoder import DecoderConfig, DecoderFamily
 from worker_svc.models.rope import RopeConfig
 
@@ -292,6 +293,77 @@ def windows_of_layers(
     if window is None and _SLIDING in types:
         raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
     return tuple(window if each == _SLIDING else None for each in types)
+
+
+@family(
+    "YoutuForCausalLM",
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_attention_heads=16,
+    q_lora_rank=1536,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
+def _youtu(values: Values) -> DecoderConfig:
+    """LLaMA with latent attention."""
+    return _with_latents(values)
+
+
+@family(
+    "MiniCPM3ForCausalLM",
+    vocab_size=73448,
+    hidden_size=2560,
+    intermediate_size=6400,
+    num_hidden_layers=62,
+    num_attention_heads=40,
+    max_position_embeddings=32768,
+    rms_norm_eps=1e-5,
+    tie_word_embeddings=True,
+    q_lora_rank=768,
+    kv_lora_rank=256,
+    qk_nope_head_dim=64,
+    qk_rope_head_dim=32,
+    scale_emb=12,
+    rope_interleave=False,
+)
+def _minicpm3(values: Values) -> DecoderConfig:
+    """Latent attention, with factors on embeddings, on outputs of layers and on logits."""
+    fields = ConfigFields(values)
+    values = {**values, "v_head_dim": values.get("v_head_dim") or head_dim_of(fields.integer("hidden_size"), fields.integer("num_attention_heads"))}
+    config = _with_latents(values)
+    depth = fields.optional_number("scale_depth") if "scale_depth" in values else 1.4
+    base = fields.optional_number("dim_model_base") if "dim_model_base" in values else 256.0
+    return replace(
+        config,
+        embedding_scale=fields.number("scale_emb"),
+        residual_scale=1.0 if depth is None else depth / config.num_layers**0.5,
+        logit_scale=1.0 if base is None else base / config.hidden_size,
+    )
+
+
+def _with_latents(values: Values) -> DecoderConfig:
+    """LLaMA with latent attention, by the fields that DeepSeek-V2 has for it."""
+    fields = ConfigFields(values)
+    rotated_dim = fields.integer("qk_rope_head_dim", 64)
+    plain = {"num_key_value_heads": None, "mlp_bias": False, "head_dim": rotated_dim}
+    config = DecoderConfig.read({**values, **plain})
+    latent = LatentConfig(
+        rank=fields.integer("kv_lora_rank", 512),
+        query_rank=None if values.get("q_lora_rank") is None else fields.integer("q_lora_rank"),
+        unrotated_dim=fields.integer("qk_nope_head_dim", 128),
+        rotated_dim=rotated_dim,
+        value_dim=fields.integer("v_head_dim", 128),
+        bias=fields.flag("attention_bias", False),
+        rotates_neighbours=fields.flag("rope_interleave", True),
+    )
+    return replace(
+        config,
+        latent=latent,
+        num_kv_heads=1,
+        head_dim=latent.line_dim,
+        attention_scale=latent.query_dim**-0.5 * config.rope.attention_growth,
+    )
 
 
 def window_of(fields: ConfigFields) -> int | None:
