@@ -103,6 +103,75 @@ class _SafeTensor:
     def coded(self) -> None:
         return None
 
+    def expert(self, number: int) -> torch.Tensor:
+        """The part of one expert, of a tensor that has all of them."""
+        return self._content[number]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A tensor that has all experts of a layer.
+
+    Attributes:
+        name: the end of its name.
+        of_expert: the end of the name of an expert's part, which is read as if it were a tensor of its own.
+        inputs_first: it is stored as [experts, in, out].
+        alternates: gates and ups take turns in its outputs.
+    """
+
+    name: str
+    of_expert: str
+    inputs_first: bool = False
+    alternates: bool = False
+
+    def arranged(self, stored: torch.Tensor) -> torch.Tensor:
+        """An expert's part as a linear layer has it, gates first."""
+        stored = stored.t() if self.inputs_first else stored
+        return torch.cat((stored[0::2], stored[1::2])) if self.alternates else stored
+
+
+_STACKS = (
+    _Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.*.input_linear.weight"),
+    _Stack("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.*.output_linear.weight"),
+    _Stack("mlp.experts.gate_up_proj", "mlp.experts.*.gate_up_proj.weight", inputs_first=True, alternates=True),
+    _Stack("mlp.experts.gate_up_proj_bias", "mlp.experts.*.gate_up_proj.bias", alternates=True),
+    _Stack("mlp.experts.down_proj", "mlp.experts.*.down_proj.weight", inputs_first=True),
+    _Stack("mlp.experts.down_proj_bias", "mlp.experts.*.down_proj.bias"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertTensor:
+    """The part of one expert, of a tensor that has all of them."""
+
+    name: str
+    number: int
+    _stored: _SafeTensor
+    _stack: _Stack
+
+    @property
+    def file(self) -> Path:
+        return self._stored.file
+
+    @property
+    def dtype(self) -> str:
+        return self._stored.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = self._stored.shape[1:]
+        return shape[::-1] if self._stack.inputs_first else shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self._stored.num_bytes // self._stored.shape[0]
+
+    def read(self) -> torch.Tensor:
+        return self._stack.arranged(self._stored.expert(self.number))
+
+    def coded(self) -> None:
+        return None
+
 
 class Checkpoint:
     """The tensors of a model directory.
@@ -161,6 +230,19 @@ class Checkpoint:
         """A checkpoint of the same directory that has these instead."""
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
+    def with_experts_apart(self) -> "Checkpoint":
+        """The same with a tensor for each expert, in the place of tensors that have all experts of a layer."""
+        tensors = dict(self._tensors)
+        for name, stored in self._tensors.items():
+            stack = next((stack for stack in _STACKS if name.endswith(f".{stack.name}")), None)
+            if stack is None or not isinstance(stored, _SafeTensor) or len(stored.shape) < 2:
+                continue
+            del tensors[name]
+            for number in range(stored.shape[0]):
+                part = name.removesuffix(stack.name) + stack.of_expert.replace("*", str(number))
+                tensors[part] = _ExpertTensor(name, number, stored, stack)
+        return self.with_tensors(tensors)
+
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raises ConfigurationError for the first tensor that is missing or has an unexpected shape or dtype."""
         for spec in specs:
@@ -170,7 +252,7 @@ class Checkpoint:
                     f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}; "
                     f"config.json asks for {list(spec.shape)}"
                 )
-            if isinstance(stored, _SafeTensor) and stored.dtype not in DTYPE_BYTES:
+            if isinstance(stored, _SafeTensor | _ExpertTensor) and stored.dtype not in DTYPE_BYTES:
                 raise ConfigurationError(
                     f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; "
                     f"supported are {', '.join(DTYPE_BYTES)}"

@@ -62,6 +62,14 @@ EXPERTS = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
 FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
+_GRANITE = {
+    "attention_bias": True,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 4.0,
+}
+
 _GPT2 = {"num_attention_heads": 2, "intermediate_size": 256}
 _OPT = {"num_attention_heads": 2, "ffn_dim": 128, "word_embed_proj_dim": None}
 _LLAMA = {"hidden_size": 128, "intermediate_size": 192}
@@ -153,20 +161,107 @@ NATIVE: dict[str, Family] = {
         "Gemma3TextConfig",
         num_calls=3,
     ),
+    # Queries grow from token 32 on.
+    "ministral3": Family(
+        "Ministral3",
+        {
+            "head_dim": 16,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 16.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "smollm3": Family(
+        "SmolLM3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 20}, num_calls=4
+    ),
+    "seed-oss": Family("SeedOss", {"head_dim": 32}),
+    "granite": Family("Granite", _GRANITE),
+    "granite-moe": Family("GraniteMoe", {**_GRANITE, "num_local_experts": 4}),
+    "granite-moe-shared": Family(
+        "GraniteMoeShared", {**_GRANITE, "num_local_experts": 4, "shared_intermediate_size": 48}
+    ),
+    "olmo2": Family("Olmo2", {"attention_bias": True}),
+    "olmo3-alternating": Family(
+        "Olmo3",
+        {
+            **ALTERNATING,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
+    "exaone4": Family("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
+    "exaone4-alternating": Family("Exaone4", {**ALTERNATING, "head_dim": 32}),
+    "glm": Family("Glm", {"head_dim": 16}),
+    "glm4": Family(
+        "Glm4", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
+    ),
+    "glm4-moe": Family(
+        "Glm4Moe",
+        {
+            **ROUTED,
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "minimax-m2": Family(
+        "MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
+    ),
+    "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
+    "cohere-head-norms": Family("Cohere", {"use_qk_norm": True}),
+    "cohere2-alternating": Family("Cohere2", ALTERNATING),
+    "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
+    "stablelm": Family("StableLm"),
+    "stablelm-parallel": Family("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "stablelm-head-norms": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "ernie4.5": Family("Ernie4_5", {"head_dim": 32, "use_bias": True}),
+    "hunyuan-dense": Family(
+        "HunYuanDenseV1",
+        {
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+        },
+    ),
+    "phi-moe": Family("Phimoe", {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}),
+    # Attention sinks.
+    "gpt-oss-moe": Family(
+        "GptOss",
+        {
+            **ALTERNATING,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
 }
 
 FOREIGN: dict[str, Family] = {
     "phi": Family("Phi", {"partial_rotary_factor": 0.5}),
-    "stablelm": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
     "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
     "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
-    "olmo2": Family("Olmo2"),
-    "granite": Family("Granite", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
-    "cohere": Family("Cohere", {"logit_scale": 0.25}),
-    "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
-    "olmo3-alternating": Family("Olmo3", ALTERNATING),
-    "glm4": Family("Glm4", {"head_dim": 16}),
     "nemotron": Family("Nemotron"),
     "biogpt": Family("BioGpt"),
     "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
@@ -265,10 +360,6 @@ FOREIGN: dict[str, Family] = {
     ),
     "modernbert-decoder": Family("ModernBertDecoder", {"num_hidden_layers": 4, "sliding_window": 20}, num_calls=4),
     # Attention sinks, with and without windows.
-    "gpt-oss": Family(
-        "GptOss",
-        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
-    ),
     "granite-swa": Family("GraniteSWA", ALTERNATING),
     "granite-moe-swa": Family("GraniteMoeSWA", {"num_local_experts": 4, **ALTERNATING}),
     "flint": Family(
@@ -358,7 +449,7 @@ def make_model(
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:
-    """Gives every parameter, also biases and norms, values that change the output."""
+    """Gives every parameter, also biases, norms and corrections of routers, values that change the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -368,6 +459,9 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
                 parameter.copy_(1 + 0.2 * noise if is_norm_weight else 0.1 * noise)
             else:
                 parameter.copy_(noise * (2.0 / sum(parameter.shape)) ** 0.5 * 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 @cache

@@ -107,7 +107,7 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
+    checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix).with_experts_apart()
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)
     quantized = with_quantized_weights(checkpoint, described, has_fp8_products=rounds_inputs)
     checkpoint = _with_embedding(model, quantized)

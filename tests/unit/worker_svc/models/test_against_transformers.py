@@ -9,21 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GemmaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2MoeConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+import transformers
+from transformers import AutoConfig, Gemma3TextConfig, PreTrainedModel
 
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -43,10 +30,14 @@ from tests.support.models import (
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
 from tests.support.parity import assert_serves_like, expected_logits, make_sequences
+from tests.support.threaded_ranks import run_ranks
 from tests.support.tiers import parametrize_once
+from worker_svc.layers.activations import CLAMPED_SWIGLU
+from worker_svc.layers.experts import Scoring
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.families import DECODERS
 from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Placement
 
 Made = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -54,9 +45,11 @@ CPU = torch.device("cpu")
 HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
-    *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss"),
-    "granite-swa",
+    *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss-moe"),
+    *("granite-swa", "ministral3", "granite", "olmo2", "glm4", "cohere2-alternating", "hunyuan-dense"),
 )
+NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon")
+IN_PARTS = ("phi3-partial", "olmo2", "glm4", "glm4-moe", "minimax-m2", "cohere-head-norms", "phi-moe", "gpt-oss-moe")
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
@@ -117,6 +110,21 @@ def test_older_configurations_have_no_section_for_the_language_model(name: str, 
     text = {key: value for key, value in config.pop("text_config").items() if key != "rope_parameters"}
     (tmp_path / "config.json").write_text(json.dumps({**text, **config, **rope}))
     assert_serves_like(reference, load(tmp_path))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_ranks_together_serve_like_one(name: str, size: int, made: Made) -> None:
+    """4 ranks share the heads of keys."""
+    directory, reference = made(name)
+    (sequence,) = make_sequences(60)
+
+    def logits(ranks: Ranks) -> torch.Tensor:
+        model = load_model(directory, device=CPU, dtype=torch.float32, ranks=ranks)
+        return PagedRunner(model, [sequence], block_size=16).step(Span(0, 0, 60))
+
+    for found in run_ranks(size, logits):
+        torch.testing.assert_close(found, expected_logits(reference, sequence), rtol=1e-4, atol=1e-4)
 
 
 LONG_ROPE = {
@@ -181,24 +189,11 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
-@pytest.mark.parametrize(
-    "theirs",
-    [
-        MistralConfig,
-        Qwen2Config,
-        Qwen3Config,
-        Phi3Config,
-        MixtralConfig,
-        Qwen2MoeConfig,
-        Qwen3MoeConfig,
-        GemmaConfig,
-        Gemma2Config,
-        Gemma3TextConfig,
-    ],
-)
-def test_what_config_json_does_not_say_is_what_transformers_assumes(theirs: type[PreTrainedConfig]) -> None:
-    name = f"{theirs.__name__.removesuffix('Config').removesuffix('Text')}ForCausalLM"
-    expected, config = theirs(), DECODERS[name].read_config({})
+@pytest.mark.parametrize("family", [family for family in DECODERS if family != "LlamaForCausalLM"])
+def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str) -> None:
+    # Its default heads do not divide its hidden size.
+    fields = {"head_dim": 128} if family == "Glm4MoeForCausalLM" else {}
+    expected, config = getattr(transformers, family).config_class(**fields), DECODERS[family].read_config(fields)
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -207,9 +202,11 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(theirs: type
         "num_heads": "num_attention_heads",
         "num_kv_heads": "num_key_value_heads",
         "activation": "hidden_activation" if hasattr(expected, "hidden_activation") else "hidden_act",
-        "norm_eps": "rms_norm_eps",
+        "norm_eps": next(name for name in NORM_EPS if hasattr(expected, name)),
         "tied": "tie_word_embeddings",
     }
+    if config.activation == CLAMPED_SWIGLU:
+        del names["activation"]
     for ours, name in names.items():
         assert getattr(config, ours) == getattr(expected, name), name
     head_dim = getattr(expected, "head_dim", None)
@@ -229,12 +226,14 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(theirs: type
         assert (experts.count, experts.num_chosen) == (count or other, chosen)
         assert (experts.inner_size, experts.normalized) == (
             inner or expected.intermediate_size,
-            normalized is not False,
+            normalized is not False and experts.scoring is not Scoring.SPARSE_MIXER,
         )
-        assert experts.shared_inner_size == getattr(expected, "shared_expert_intermediate_size", None)
+        shared = getattr(expected, "n_shared_experts", 0) * (inner or 0) or None
+        assert experts.shared_inner_size == getattr(expected, "shared_expert_intermediate_size", shared)
     if (scale := getattr(expected, "query_pre_attn_scalar", None)) is not None:
         assert config.attention_scale == scale**-0.5
         assert config.logit_cap == expected.final_logit_softcapping
+    assert config.logit_scale == getattr(expected, "logit_scale", 1.0)
 
 
 @pytest.mark.parametrize(
@@ -326,6 +325,8 @@ def test_what_a_family_cannot_be_is_refused(family: str, fields: dict[str, Any],
 
 
 def test_native_alone_refuses_what_transformers_would_serve(tmp_path: Path) -> None:
-    make_model(tmp_path, "olmo2")
-    with pytest.raises(ConfigurationError, match=r"Olmo2ForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"):
+    make_model(tmp_path, "nemotron")
+    with pytest.raises(
+        ConfigurationError, match=r"NemotronForCausalLM of .* is not one of Quire's own, GPT2LMHeadModel"
+    ):
         load(tmp_path, model_impl="native")

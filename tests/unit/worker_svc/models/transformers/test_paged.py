@@ -59,7 +59,7 @@ def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
     return runner
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom", "gpt-oss"])
+@pytest.mark.parametrize("family", ["deepseek-v2", "gemma4-shared", "bloom", "granite-swa"])
 def test_a_pool_of_int8_takes_padded_and_repeated_heads(family: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "again", family)
     actual = make_runner_of_int8(tmp_path, family).step(Span(0, 0, 4))
