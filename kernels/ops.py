@@ -176,8 +176,8 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     """Copies whole blocks of every layer from one pool to another, on whichever devices they are.
 
     Args:
-        source, destination: one [2 or 1, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most. All
-            layers of a pool are on one device, and the pools share no memory.
+        source, destination: one [2 or 1, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most.
+            All layers of a pool are on one device, and the pools share no memory.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)

@@ -306,7 +306,8 @@ def _attend_chunk(
 def _gather(
     kv_cache: torch.Tensor, tables: torch.Tensor, absent: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D], the same of latents; zero if `absent` [R, M * B]."""
+    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero if `absent` [R, M * B]. Latents are
+    both."""
     _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     heads = torch.arange(num_kv_heads, device=tables.device)[:, None]
     tiles = tables.long()[:, None, :] * num_kv_heads + heads

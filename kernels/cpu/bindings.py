@@ -394,7 +394,7 @@ class CpuKernels:
         return output
 
     def head_products_into(self, x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
-        """The products of each head of x [T, H, in] with its weight, to `out` [T, H, out], whose heads may lie apart."""
+        """The products of each head of x [T, H, in] with its weight, to `out` [T, H, out]. Heads may lie apart."""
         for head, weight in enumerate(weights):
             tokens, x_scales = self._tokens_for(weight, x[:, head])
             self._multiply(tokens, x_scales, weight, None, "identity", out[:, head], None)

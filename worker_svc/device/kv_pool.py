@@ -85,7 +85,7 @@ class KvPool:
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values, or only latents. All layers but the draft model's have the size of the first.
+        # A layer has all keys, then all values, or only latents. All but the draft model's have the size of the first.
         num_lines, num_blocks = self.gpu[0].shape[:2]
         half = self.gpu[0].nbytes // num_lines
         fill = populate if self.seals is None else _populate_and_collapse
@@ -376,11 +376,8 @@ def _populate(
 def _layer_shapes(
     geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype, draft_model: CausalLM | None
 ) -> list[tuple[int, ...]]:
-    kinds = [(geometry, geometry.num_layers)]
-    if draft_model is not None:
-        kinds.append((draft_model, draft_model.num_layers))
     return [
         (each.lines_per_token, num_blocks, each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype))
-        for each, num_layers in kinds
-        for _ in range(num_layers)
+        for each in ((geometry,) if draft_model is None else (geometry, draft_model))
+        for _ in range(each.num_layers)
     ]

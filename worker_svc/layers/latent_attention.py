@@ -57,8 +57,8 @@ class LatentConfig:
 class LatentProjections(Loadable):
     """The layer that makes keys and values of a latent, as two products for each head of this rank.
 
-    `keys` take a query's unrotated part to what it is multiplied with a latent by; `values` take an attended latent to a
-    value.
+    A product of `keys` takes the unrotated part of a query to the numbers that are multiplied with latents. A product
+    of `values` takes an attended latent to a value.
     """
 
     keys: list[PackedWeight]
@@ -135,10 +135,7 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]. `kv_cache` is [1, num_blocks, 1, B, rank + rotated_dim]."""
         config, num_tokens = self._config, x.shape[0]
-        if self.query_latent is not None:
-            query = self.query(self.query_norm(self.query_latent(x)))
-        else:
-            query = self.query(x)
+        query = self.query(x if self.query_latent is None else self.query_norm(self.query_latent(x)))
         query = query.view(num_tokens, self._num_heads, config.query_dim)
         unrotated, rotated = query.split_with_sizes((config.unrotated_dim, config.rotated_dim), 2)
 

@@ -264,11 +264,9 @@ class Linear(Loadable):
         return self._placement.ranks.shard(self._in_features) if is_split else Shard(0, self._in_features)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
-        if self._split is not Split.OUTPUTS:
-            yield Shard(part.first, part.first + part.out_features)
-            return
         width = part.out_features // part.segments
-        shard = self._placement.ranks.shard(width, part.num_shards)
+        is_split = self._split is Split.OUTPUTS
+        shard = self._placement.ranks.shard(width, part.num_shards) if is_split else Shard(0, width)
         for segment in range(part.segments):
             start = part.first + segment * width
             outputs = Shard(start + shard.start, start + shard.end)

@@ -23,8 +23,8 @@ class ModelInput:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's index in its sequence.
-        kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the keys and values
-            of the new tokens into their slots.
+        kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the
+            keys and values, or latents, of the new tokens into their slots.
         adapter_slots: as in `TokenSlots`.
     """
 

@@ -13,7 +13,6 @@ from torch import nn
 from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, HeadNorm, LayerNorm, NoNorm, NormSpan, Numbers, RmsNorm
-from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, Mlp
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
@@ -45,8 +44,8 @@ class DecoderConfig:
     """The window of each layer; None for the whole context."""
     max_model_len: int
     latent: LatentConfig | None = None
-    """The sizes of latent attention: then `num_kv_heads` is 1, and `head_dim` the numbers of a line in the pool. None for
-    heads of key and value."""
+    """The sizes of latent attention: then `num_kv_heads` is 1, and `head_dim` the numbers of a line in the pool. None
+    for heads of key and value."""
     experts: ExpertsConfig | None = None
     mlp_names: tuple[str, ...] = GATE_UP_DOWN
     """As in `Mlp`."""

@@ -911,7 +911,11 @@ def _youtu(values: Values) -> DecoderConfig:
 def _minicpm3(values: Values) -> DecoderConfig:
     """Latent attention, with factors on embeddings, on outputs of layers and on logits."""
     fields = ConfigFields(values)
-    values = {**values, "v_head_dim": values.get("v_head_dim") or head_dim_of(fields.integer("hidden_size"), fields.integer("num_attention_heads"))}
+    values = {
+        **values,
+        "v_head_dim": values.get("v_head_dim")
+        or head_dim_of(fields.integer("hidden_size"), fields.integer("num_attention_heads")),
+    }
     config = _with_latents(values)
     depth = fields.optional_number("scale_depth") if "scale_depth" in values else 1.4
     base = fields.optional_number("dim_model_base") if "dim_model_base" in values else 256.0
