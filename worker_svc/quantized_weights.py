@@ -1,4 +1,4 @@
-"""Quantized weights of safetensors files: AWQ, GPTQ, compressed-tensors, and FP8 with scales of blocks.
+"""Quantized weights of safetensors files: AWQ, GPTQ, compressed-tensors, FP8 with scales of blocks, and MXFP4.
 
 A reader for each format brings codes, scales and zeros into the one form of `CodedWeight`, under the name that the
 weight had before it was quantized. `GroupScales` says which numbers they stand for. Layers that multiply codes take
@@ -21,7 +21,7 @@ import torch
 from kernels.packed_weight import CodedWeight, Coding, GroupScales
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from worker_svc.weights import Checkpoint, StoredTensor
+from worker_svc.weights import Checkpoint, SafeTensor, StoredTensor
 
 _FLOATS, _INTEGERS = ("F32", "BF16", "F16"), ("I32", "I64")
 _CODINGS = {4: Coding.INT4, 8: Coding.INT8}
@@ -31,6 +31,9 @@ _WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 # Orders in which compressed-tensors has quantized inputs that mix the groups; others leave them in place.
 _MIXED_ORDERS = (True, "group", "dynamic")
+# Twice the numbers of MXFP4's codes, those above 0 first.
+_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_MXFP4_GROUP = 32
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ def with_quantized_weights(
         ConfigurationError: the configuration names a format that is not read, or the files contradict it.
     """
     fields = described.config.get("quantization_config")
-    if not fields:
+    if not fields or any(isinstance(each, QuantizedWeight) for each in checkpoint.tensors.values()):
         return checkpoint
     config = _Configuration(described.path / "config.json", fields)
     read = _READERS[config.one_of("quant_method", _READERS)]
@@ -94,6 +97,61 @@ def with_quantized_weights(
     if not are_rounded and (inputs := _rounded_inputs(config)) is not None:
         _logger.warning("%s: inputs of layers are not rounded to %s, only their weights are", config.file, inputs)
     return checkpoint.with_tensors(tensors)
+
+
+def with_mxfp4_experts(checkpoint: Checkpoint, described: ModelDirectory) -> Checkpoint:
+    """The checkpoint with a `QuantizedWeight` for each matrix of each expert that is stored in MXFP4, as in GPT-OSS.
+
+    All experts of a layer are in one tensor: blocks [experts, out, groups, 16], two codes in a byte, and the exponents
+    of scales [experts, out, groups]. Gates and ups take turns in the outputs. There are no products with these codes;
+    twice the numbers that they stand for are codes of `INT8`.
+
+    Raises:
+        ConfigurationError: blocks without scales, or of another shape or dtype.
+    """
+    fields = described.config.get("quantization_config")
+    if not isinstance(fields, Mapping) or fields.get("quant_method") != "mxfp4":
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for name, blocks in checkpoint.tensors.items():
+        if not name.endswith("_blocks"):
+            continue
+        experts, _, module = name.removesuffix("_blocks").rpartition(".")
+        scales = checkpoint.tensors.get(f"{experts}.{module}_scales")
+        if not isinstance(blocks, SafeTensor) or not isinstance(scales, SafeTensor):
+            raise ConfigurationError(f"{blocks.file}: tensor {experts}.{module}_scales is missing from the files")
+        if scales.shape != blocks.shape[:3] or blocks.shape[3:] != (16,) or {blocks.dtype, scales.dtype} != {"U8"}:
+            raise ConfigurationError(
+                f"{blocks.file}: tensors {name} and {experts}.{module}_scales have shapes {list(blocks.shape)} and "
+                f"{list(scales.shape)}, and dtypes {blocks.dtype} and {scales.dtype}; expected [experts, out, groups, "
+                "16], the same without 16, and U8"
+            )
+        del tensors[name], tensors[f"{experts}.{module}_scales"]
+        outputs = {"down_proj": slice(None)}
+        if module == "gate_up_proj":
+            outputs = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        for number in range(blocks.shape[0]):
+            for part, chosen in outputs.items():
+                weight = _mxfp4(f"{experts}.{number}.{part}.weight", blocks, scales, number, chosen)
+                tensors[weight.name] = weight
+    return checkpoint.with_tensors(tensors)
+
+
+def _mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor, number: int, outputs: slice) -> QuantizedWeight:
+    """Some outputs of the expert `number`."""
+    _, out_features, groups, _ = blocks.shape
+
+    def decode() -> CodedWeight:
+        octets = blocks.expert(number)[outputs]
+        codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
+        rows = torch.tensor([128 + twice for twice in _TWICE_E2M1], dtype=torch.uint8)[codes.int()]
+        exponents = scales.expert(number)[outputs].int() - 128
+        halves = torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()
+        return CodedWeight(Coding.INT8, rows, GroupScales(halves, None, _MXFP4_GROUP))
+
+    shape = (len(range(out_features)[outputs]), groups * _MXFP4_GROUP)
+    num_bytes = shape[0] * groups * (_MXFP4_GROUP // 2 + 1)
+    return QuantizedWeight(blocks.file, name, Coding.INT8.value, shape, num_bytes, False, decode)
 
 
 def codings_of(checkpoint: Checkpoint) -> set[str]:

@@ -7,7 +7,7 @@ once and with one clear line.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -85,7 +85,9 @@ class StoredTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _SafeTensor:
+class SafeTensor:
+    """A tensor of a safetensors file."""
+
     file: Path
     name: str
     dtype: str
@@ -110,67 +112,80 @@ class _SafeTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A tensor that has all experts of a layer.
+    """A tensor that has all experts of a layer. The parts of an expert are read as if they were tensors of their own.
 
     Attributes:
         name: the end of its name.
-        of_expert: the end of the name of an expert's part, which is read as if it were a tensor of its own.
+        module: of the experts.
+        kind: "weight" or "bias".
         inputs_first: it is stored as [experts, in, out].
-        alternates: gates and ups take turns in its outputs.
     """
 
     name: str
-    of_expert: str
+    module: str
+    kind: str = "weight"
     inputs_first: bool = False
-    alternates: bool = False
-
-    def arranged(self, stored: torch.Tensor) -> torch.Tensor:
-        """An expert's part as a linear layer has it, gates first."""
-        stored = stored.t() if self.inputs_first else stored
-        return torch.cat((stored[0::2], stored[1::2])) if self.alternates else stored
 
 
 _STACKS = (
-    _Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.*.input_linear.weight"),
-    _Stack("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.*.output_linear.weight"),
-    _Stack("mlp.experts.gate_up_proj", "mlp.experts.*.gate_up_proj.weight", inputs_first=True, alternates=True),
-    _Stack("mlp.experts.gate_up_proj_bias", "mlp.experts.*.gate_up_proj.bias", alternates=True),
-    _Stack("mlp.experts.down_proj", "mlp.experts.*.down_proj.weight", inputs_first=True),
-    _Stack("mlp.experts.down_proj_bias", "mlp.experts.*.down_proj.bias"),
+    _Stack("block_sparse_moe.input_linear.weight", "block_sparse_moe"),
+    _Stack("block_sparse_moe.output_linear.weight", "block_sparse_moe"),
+    _Stack("mlp.experts.gate_up_proj", "mlp", inputs_first=True),
+    _Stack("mlp.experts.gate_up_proj_bias", "mlp", "bias"),
+    _Stack("mlp.experts.down_proj", "mlp", inputs_first=True),
+    _Stack("mlp.experts.down_proj_bias", "mlp", "bias"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _ExpertTensor:
-    """The part of one expert, of a tensor that has all of them."""
+    """Some outputs of one expert, of a tensor that has all experts of a layer."""
 
     name: str
+    stored: SafeTensor
+    stack: _Stack
     number: int
-    _stored: _SafeTensor
-    _stack: _Stack
+    outputs: slice
 
     @property
     def file(self) -> Path:
-        return self._stored.file
+        return self.stored.file
 
     @property
     def dtype(self) -> str:
-        return self._stored.dtype
+        return self.stored.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = self._stored.shape[1:]
-        return shape[::-1] if self._stack.inputs_first else shape
+        out_features, *in_features = self.stored.shape[:0:-1] if self.stack.inputs_first else self.stored.shape[1:]
+        return len(range(out_features)[self.outputs]), *in_features
 
     @property
     def num_bytes(self) -> int:
-        return self._stored.num_bytes // self._stored.shape[0]
+        return math.prod(self.shape) * DTYPE_BYTES.get(self.dtype, 1)
 
     def read(self) -> torch.Tensor:
-        return self._stack.arranged(self._stored.expert(self.number))
+        stored = self.stored.expert(self.number)
+        return (stored.t() if self.stack.inputs_first else stored)[self.outputs]
 
     def coded(self) -> None:
         return None
+
+
+def _experts_of(
+    name: str, stored: SafeTensor, stack: _Stack, *, alternates: bool
+) -> Iterator[tuple[str, _ExpertTensor]]:
+    """The parts of all experts by their names. In its outputs gates and ups take turns, or all gates come first."""
+    outputs = {"down_proj": slice(None)}
+    if "gate_up" in stack.name or "input" in stack.name:
+        inner = stored.shape[-1 if stack.inputs_first or len(stored.shape) == 2 else 1] // 2
+        gates, ups = (slice(0, None, 2), slice(1, None, 2)) if alternates else (slice(inner), slice(inner, None))
+        outputs = {"gate_proj": gates, "up_proj": ups}
+    before = name.removesuffix(stack.name)
+    for number in range(stored.shape[0]):
+        for part, chosen in outputs.items():
+            full_name = f"{before}{stack.module}.experts.{number}.{part}.{stack.kind}"
+            yield full_name, _ExpertTensor(name, stored, stack, number, chosen)
 
 
 class Checkpoint:
@@ -230,17 +245,20 @@ class Checkpoint:
         """A checkpoint of the same directory that has these instead."""
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
-    def with_experts_apart(self) -> "Checkpoint":
-        """The same with a tensor for each expert, in the place of tensors that have all experts of a layer."""
+    def with_experts_apart(self, hidden_size: object) -> "Checkpoint":
+        """The same with tensors of each expert, in the place of tensors that have all experts of a layer."""
         tensors = dict(self._tensors)
         for name, stored in self._tensors.items():
             stack = next((stack for stack in _STACKS if name.endswith(f".{stack.name}")), None)
-            if stack is None or not isinstance(stored, _SafeTensor) or len(stored.shape) < 2:
-                continue
-            del tensors[name]
-            for number in range(stored.shape[0]):
-                part = name.removesuffix(stack.name) + stack.of_expert.replace("*", str(number))
-                tensors[part] = _ExpertTensor(name, number, stored, stack)
+            if stack is not None and isinstance(stored, SafeTensor) and len(stored.shape) > 1:
+                del tensors[name]
+                # transformers writes Qwen3-VL with outputs first, although it is published with inputs first.
+                sizes, is_hidden_last = stored.shape[1:], "gate_up" in stack.name
+                if sizes[0] != sizes[-1] and sizes[-1 if is_hidden_last else 0] == hidden_size:
+                    stack = replace(stack, inputs_first=False)
+                # As in GPT-OSS, which is the only family with biases.
+                alternates = f"{name.removesuffix('_bias')}_bias" in self._tensors
+                tensors.update(_experts_of(name, stored, stack, alternates=alternates))
         return self.with_tensors(tensors)
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
@@ -252,7 +270,7 @@ class Checkpoint:
                     f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}; "
                     f"config.json asks for {list(spec.shape)}"
                 )
-            if isinstance(stored, _SafeTensor | _ExpertTensor) and stored.dtype not in DTYPE_BYTES:
+            if isinstance(stored, SafeTensor | _ExpertTensor) and stored.dtype not in DTYPE_BYTES:
                 raise ConfigurationError(
                     f"{stored.file}: tensor {stored.name} has dtype {stored.dtype}; "
                     f"supported are {', '.join(DTYPE_BYTES)}"
@@ -305,14 +323,14 @@ class Checkpoint:
         return ConfigurationError(f"{self._directory}: tensor {name} is missing{place}")
 
 
-def _read_header(file: Path) -> dict[str, _SafeTensor]:
+def _read_header(file: Path) -> dict[str, SafeTensor]:
     """Name to description of each tensor. Opening checks that the file is as long as its header says."""
-    tensors: dict[str, _SafeTensor] = {}
+    tensors: dict[str, SafeTensor] = {}
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 entry = opened.get_slice(name)
-                tensors[name] = _SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
+                tensors[name] = SafeTensor(file, name, entry.get_dtype(), tuple(entry.get_shape()), entry)
     except (SafetensorError, OSError) as error:
         # It quotes the file.
         said = repr(str(error))[1:-1]

@@ -64,11 +64,32 @@ _QWEN_2_VL = {
     "rope_theta": 1e6,
 }
 _QWEN_3_VL = {"hidden_size": 4096, "max_position_embeddings": 128000, "rope_theta": 5e5}
+_QWEN_3_VL_MOE = {
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128000,
+    "rope_theta": 5e5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "norm_topk_prob": True,
+}
+_GLM_4V = {
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 1.0,
+    "attention_bias": True,
+}
 # Language models within models that also read images: the type that they equal on texts, where their three rotary
 # positions are the same number; and the defaults of transformers that differ from the defaults of that type.
 _TYPES_WITHIN = {
     **dict.fromkeys(("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), ("qwen2", _QWEN_2_VL)),
     "qwen3_vl_text": ("qwen3", _QWEN_3_VL),
+    "qwen3_vl_moe_text": ("qwen3_moe", _QWEN_3_VL_MOE),
+    "glm4v_text": ("glm4", _GLM_4V),
+    "glm4v_moe_text": ("glm4_moe", {"max_position_embeddings": 65536, "attention_bias": True}),
 }
 _WITH_MORE = "ForConditionalGeneration"
 _NOT_CAUSAL = "paligemma"

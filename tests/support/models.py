@@ -1,5 +1,6 @@
 """Small models with random weights and a usable tokenizer, in directories as transformers writes them."""
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -438,7 +439,14 @@ _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "
 _PATCHES = {**_VISION, "image_size": 28, "patch_size": 14}
 _QWEN_VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "intermediate_size": 32, "hidden_size": 32}
 _WIDER = {**_QWEN_VISION, "out_hidden_size": 64}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}, "head_dim": 16}
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    "head_dim": 16,
+}
+_HALF_MROPE: dict[str, Any] = {
+    "rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+    "head_dim": 16,
+}
 _TIED = {"tie_word_embeddings": True}
 # Models that read images, too: their classes, and fields of the language model and of the part that reads images.
 WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -447,6 +455,29 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VL", {**_MROPE, **_TIED}, _WIDER),
     "qwen3-vl": ("Qwen3VL", _MROPE, {**_WIDER, "deepstack_visual_indexes": [0]}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 32}, {**_PATCHES, "model_type": "pixtral"}),
+    "mistral3-of-ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", **NATIVE["ministral3"].fields},
+        {**_PATCHES, "model_type": "pixtral"},
+    ),
+    # transformers does not scale the logits of this one, and of the one with Granite.
+    "cohere2-vision": (
+        "Cohere2Vision",
+        {"model_type": "cohere2", "logit_scale": 1.0, **ALTERNATING, **_TIED},
+        _PATCHES,
+    ),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {**_MROPE, **FEW_EXPERTS}, {**_WIDER, "deepstack_visual_indexes": [0]}),
+    "glm4v": ("Glm4v", _MROPE, {**_WIDER, "image_size": 28}),
+    "glm4v-moe": (
+        "Glm4vMoe",
+        {**_HALF_MROPE, **ROUTED, "n_shared_experts": 1, "attention_bias": True},
+        {**_WIDER, "image_size": 28},
+    ),
+    "llava-of-granite": (
+        "Llava",
+        {"model_type": "granite", **_GRANITE, "logits_scaling": 1.0},
+        {**_PATCHES, "model_type": "clip_vision_model"},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, {**_PATCHES, "model_type": "clip_vision_model"}),
     "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES),
 }
@@ -455,7 +486,8 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def make_model_with_images(directory: Path, name: str, *, seed: int = 0) -> PreTrainedModel:
     """As `make_model`, of WITH_IMAGES."""
     family, text, vision = WITH_IMAGES[name]
-    fields = {"text_config": {**_COMMON, **text}, "vision_config": vision}
+    # Configurations change the dictionaries that they take.
+    fields = copy.deepcopy({"text_config": {**_COMMON, **text}, "vision_config": vision})
     config = getattr(transformers, f"{family}Config")(**fields, tie_word_embeddings="tie_word_embeddings" in text)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(model, seed)

@@ -354,7 +354,6 @@ def _granite_moe(values: Values) -> DecoderConfig:
     """Granite with experts, all of one layer in one tensor of the checkpoint."""
     config, fields = _granite(values), ConfigFields(values)
     count = fields.integer("num_local_experts", 8)
-    names = ("input_linear", "input_linear", "output_linear")
     shared_size = fields.integer("shared_intermediate_size", 0, minimum=0)
     experts = ExpertsConfig(
         count=count,
@@ -362,11 +361,10 @@ def _granite_moe(values: Values) -> DecoderConfig:
         inner_size=config.intermediate_size,
         normalized=True,
         module="block_sparse_moe",
-        names=names,
         router="router.layer",
         shared_inner_size=shared_size or None,
         shared="shared_mlp",
-        shared_names=names,
+        shared_names=("input_linear", "input_linear", "output_linear"),
     )
     return replace(config, experts=experts)
 
@@ -712,7 +710,6 @@ def _gpt_oss(values: Values) -> DecoderConfig:
         num_chosen=_num_chosen(fields, config, count, 4),
         inner_size=config.intermediate_size,
         normalized=True,
-        names=MERGED_GATE_UP_DOWN,
         bias=True,
         router="router",
     )

@@ -17,7 +17,7 @@ from worker_svc.models.decoder import DecoderFamily
 from worker_svc.models.families import DECODERS
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
-from worker_svc.quantized_weights import codings_of, with_quantized_weights
+from worker_svc.quantized_weights import codings_of, with_mxfp4_experts, with_quantized_weights
 from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, TensorSpec
 
 Family = type[GPT2LMHeadModel] | type[OPTForCausalLM] | DecoderFamily
@@ -107,7 +107,9 @@ def _load_native(
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
-    checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix).with_experts_apart()
+    checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
+    checkpoint = checkpoint.with_experts_apart(described.config.get("hidden_size"))
+    checkpoint = with_mxfp4_experts(checkpoint, described)
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)
     quantized = with_quantized_weights(checkpoint, described, has_fp8_products=rounds_inputs)
     checkpoint = _with_embedding(model, quantized)

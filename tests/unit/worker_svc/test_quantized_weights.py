@@ -16,6 +16,7 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
+from tests.support.parity import assert_serves_like
 from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp8, gptq, quantize_model
 from tests.support.tiers import parametrize_once
 from worker_svc.layers.linear import Linear
@@ -386,3 +387,38 @@ def assert_refused(directory: Path, message: str) -> None:
         load_model(directory, device=CPU, dtype=torch.bfloat16)
     assert "\n" not in str(caught.value)
     assert str(directory) in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_mxfp4_are_served_as_they_are_dequantized(tmp_path: Path, dtype: torch.dtype) -> None:
+    """As GPT-OSS is published."""
+    reference = make_model(tmp_path, "gpt-oss-moe")
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    generator = torch.Generator().manual_seed(7)
+    parameters = dict(reference.named_parameters())
+
+    def coded(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+            experts, inputs, outputs = found.pop(name).shape
+            codes = torch.randint(0, 16, (experts, outputs, inputs), generator=generator)
+            exponents = torch.randint(120, 124, (experts, outputs, inputs // 32), generator=generator)
+            octets = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+            found[f"{name}_blocks"] = octets.unflatten(-1, (-1, 16)).contiguous()
+            found[f"{name}_scales"] = exponents.to(torch.uint8)
+            scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127).repeat_interleave(32, -1)
+            with torch.no_grad():
+                parameters[name].copy_((numbers[codes] * scales).transpose(1, 2))
+        return found
+
+    edit_tensors(tmp_path, coded)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    model = load_model(tmp_path, device=CPU, dtype=dtype)
+    if dtype == torch.float32:
+        assert_serves_like(reference, model)
+        return
+    tokens = list(range(3, 40))
+    found = PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 37))
+    reference.save_pretrained(tmp_path / "plain")
+    plain = load_model(tmp_path / "plain", device=CPU, dtype=dtype)
+    assert torch.equal(found, PagedRunner(plain, [tokens], block_size=4).step(Span(0, 0, 37)))

@@ -102,6 +102,20 @@ def test_of_a_model_that_reads_images_the_language_model_is_served(name: str, tm
     assert_serves_like(reference, load(tmp_path))
 
 
+def test_experts_of_one_tensor_may_have_inputs_first(tmp_path: Path) -> None:
+    """As Qwen3-VL is published."""
+    reference = make_with_images(tmp_path, "qwen3-vl-moe")
+
+    def transposed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+
+    edit_tensors(tmp_path, transposed)
+    assert_serves_like(reference, load(tmp_path, model_impl="native"))
+
+
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen2.5-vl"])
 def test_older_configurations_have_no_section_for_the_language_model(name: str, tmp_path: Path) -> None:
     reference = make_with_images(tmp_path, name)
