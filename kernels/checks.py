@@ -40,8 +40,9 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
-    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines."""
-    if kv_cache.dim() != 5 or kv_cache.size(0) != 2:
+    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines; [1, ...] if its
+    lines are latents."""
+    if kv_cache.dim() != 5 or kv_cache.size(0) not in (1, 2):
         check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8))
     if not kv_cache.is_contiguous():

@@ -87,7 +87,7 @@ def floating_blocks(
     """The blocks of the rows' contexts as a pool of the query's dtype, and block tables for that pool.
 
     Args:
-        kv_cache: [2, num_blocks, Hkv, B, line_bytes(D)] int8.
+        kv_cache: [2, num_blocks, Hkv, B, line_bytes(D)] int8; [1, ...] of latents.
         block_tables: [R, M] int32; entries beyond a row's context are not read.
         seq_lens: [R] int32.
 
@@ -102,7 +102,7 @@ def floating_blocks(
     block_ids, tables = torch.unique(used, return_inverse=True)
     if block_ids.numel() and not 0 <= int(block_ids[0]) <= int(block_ids[-1]) < kv_cache.shape[1]:
         raise IndexError("block_tables names a block that is not in kv_cache")
-    shape = (2, block_ids.shape[0], *kv_cache.shape[2:4], query.shape[-1])
+    shape = (kv_cache.shape[0], block_ids.shape[0], *kv_cache.shape[2:4], query.shape[-1])
     pool = torch.empty(shape, dtype=query.dtype, device=query.device)
     count = max(1, _BYTES_AT_ONCE // max(1, 2 * kv_cache[0, 0].numel()))
     for start in range(0, block_ids.shape[0], count):

@@ -3,7 +3,8 @@
 Words: T tokens of one flat batch, R rows (sequences) in it, H heads, D head size, B block size. A slot is
 `block_id * B + offset`. The KV pool of a layer is `[2, num_blocks, Hkv, B, D]`, keys first: the tile of one block and
 head is contiguous. A pool of int8 has lines of `int8.line_bytes(D)` instead of D; keys, values and queries are
-floating, rounded on the way in.
+floating, rounded on the way in. A pool of latents is `[1, num_blocks, Hkv, B, D]`: a line is both key and value of its
+token, as in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) whose projections are absorbed.
 
 All operations raise ValueError when shapes, dtypes or devices do not fit together. The content of index tensors (block
 ids, slots, positions) is the caller's duty: reading it would stall a GPU. On the CPU one that is out of range raises
@@ -61,11 +62,28 @@ def reshape_and_cache(
         kv_cache: [2, num_blocks, Hkv, B, D].
         slot_mapping: [T] int64, all different.
     """
+    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
+    _write(key, value, kv_cache, slot_mapping)
+
+
+def _write(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     check_write(key, value, kv_cache, slot_mapping)
     implementation = implementation_for(kv_cache.device)
     if kv_cache.dtype == torch.int8 and not reads_int8_pools(implementation):
         key, value, kv_cache = _as_lines(key, value, kv_cache)
     implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
+
+
+def cache_latents(latents: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Writes the latents of new tokens into their slots of `kv_cache`, in place.
+
+    Args:
+        latents: [T, Hkv, D], of the dtype of `kv_cache`; of one floating dtype if that is int8.
+        kv_cache: [1, num_blocks, Hkv, B, D].
+        slot_mapping: [T] int64, all different.
+    """
+    check_shape("kv_cache", kv_cache, (1, None, None, None, None))
+    _write(latents, latents, kv_cache, slot_mapping)
 
 
 def paged_attention(
@@ -91,7 +109,7 @@ def paged_attention(
 
     Args:
         query: [T, Hq, D], of the dtype of `kv_cache`; Hq is a multiple of Hkv.
-        kv_cache: [2, num_blocks, Hkv, B, D].
+        kv_cache: [2, num_blocks, Hkv, B, D], or [1, ...] of latents.
         block_tables: [R, M] int32, M at least ceil(max_seq_len / B). Entries beyond a row's context are not read.
         query_start_loc: [R + 1] int32, from 0 to T, rising.
         seq_lens: [R] int32, at least the row's new tokens.
@@ -133,7 +151,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     All sources are read before any destination is written.
 
     Args:
-        kv_caches: one [2, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
+        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)
@@ -152,8 +170,8 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     """Copies whole blocks of every layer from one pool to another, on whichever devices they are.
 
     Args:
-        source, destination: one [2, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most. All
-            layers of a pool are on one device, and the pools share no memory.
+        source, destination: one [2 or 1, num_blocks, Hkv, B, D] a layer; they differ in num_blocks and device at most.
+            All layers of a pool are on one device, and the pools share no memory.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)
@@ -162,7 +180,7 @@ def swap_blocks(source: Sequence[torch.Tensor], destination: Sequence[torch.Tens
     for from_cache, to_cache in zip(source, destination, strict=True):
         check_kv_cache(from_cache)
         check_kv_cache(to_cache)
-        check_shape("destination", to_cache, (2, None, *from_cache.shape[2:]))
+        check_shape("destination", to_cache, (from_cache.shape[0], None, *from_cache.shape[2:]))
         check_dtype("destination", to_cache, from_cache.dtype)
         check_device("source", from_cache, source[0].device)
         check_device("destination", to_cache, destination[0].device)
@@ -248,6 +266,7 @@ def rotary_and_cache(
         The rotated query, [T, Hq, D]. It may be `query` itself, rotated in place: query and key as they were are lost.
     """
     check_rotary(query, key, positions, cos_sin_cache)
+    check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_write(key, value, kv_cache, slot_mapping)
     check_dtype("query", query, key.dtype)
     implementation = implementation_for(kv_cache.device)
@@ -257,6 +276,38 @@ def rotary_and_cache(
         implementation.reshape_and_cache(key, value, kv_cache, slot_mapping)
         return query
     return implementation.rotary_and_cache(query, key, value, positions, cos_sin_cache, kv_cache, slot_mapping)
+
+
+def empty(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """A tensor of the dtype and on the device of `like`, for results that several operations write."""
+    implementation = implementation_for(like.device)
+    if isinstance(implementation, CpuKernels):
+        return implementation.empty(shape, like.dtype)
+    return like.new_empty(tuple(shape))
+
+
+def rms_norm_into(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """`rms_norm` of x [T, hidden], written to `out` [T, hidden], whose lines may lie apart."""
+    check_norm(x, weight)
+    check_shape("out", out, x.shape)
+    check_dtype("out", out, x.dtype)
+    implementation = implementation_for(x.device)
+    if isinstance(implementation, CpuKernels) and x.dtype == weight.dtype:
+        implementation.rms_norm_into(x, weight, eps, out)
+    else:
+        out.copy_(implementation.rms_norm(x, weight, eps))
+
+
+def rotary_into(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor) -> None:
+    """`rotary` of one tensor x [T, H, D], written to `out` [T, H, D], whose heads may lie apart."""
+    check_rotary(x, x, positions, cos_sin_cache)
+    check_shape("out", out, x.shape)
+    check_dtype("out", out, x.dtype)
+    implementation = implementation_for(x.device)
+    if isinstance(implementation, CpuKernels):
+        implementation.rotary_into(x, positions, cos_sin_cache, out)
+    else:
+        out.copy_(implementation.rotary(x, x, positions, cos_sin_cache)[0])
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -425,6 +476,26 @@ def product(
     if not isinstance(products, CpuKernels):
         raise ValueError("addends are for the kernels of the CPU library, which are missing")
     return products.product(x, weight, bias, activation, output_dtype or dtype, addends)
+
+
+def head_products_into(x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
+    """The product of each head with a weight of its own, none of them gated.
+
+    Args:
+        x: [T, H, in], of the dtype of the weights; heads may lie apart.
+        weights: H of them, [out, in].
+        out: [T, H, out] of that dtype, to write to; heads may lie apart.
+    """
+    check_shape("x", x, (None, len(weights), weights[0].in_features))
+    check_shape("out", out, (*x.shape[:2], weights[0].out_features))
+    for name, tensor in (("x", x), ("out", out)):
+        check_dtype(name, tensor, weights[0].dtype)
+    kernels = _products_for(weights[0])
+    if isinstance(kernels, CpuKernels):
+        kernels.head_products_into(x, weights, out)
+        return
+    for head, weight in enumerate(weights):
+        out[:, head] = product(x[:, head], weight)
 
 
 def takes_addends(weight: PackedWeight) -> bool:

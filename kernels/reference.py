@@ -41,7 +41,7 @@ def reshape_and_cache(
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
     kv_cache[0, blocks, :, offsets] = key
-    kv_cache[1, blocks, :, offsets] = value
+    kv_cache[-1, blocks, :, offsets] = value
 
 
 def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
@@ -285,21 +285,23 @@ def _attend_chunk(
 def _gather(
     kv_cache: torch.Tensor, tables: torch.Tensor, absent: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero if `absent` [R, M * B]."""
+    """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero if `absent` [R, M * B]. Latents are
+    both."""
     _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     heads = torch.arange(num_kv_heads, device=tables.device)[:, None]
     tiles = tables.long()[:, None, :] * num_kv_heads + heads
-    tiles = torch.stack((tiles, tiles + num_blocks * num_kv_heads)).view(-1)
+    parts = kv_cache.shape[0]
+    tiles = torch.stack([tiles + part * num_blocks * num_kv_heads for part in range(parts)]).view(-1)
     gathered = kv_cache.view(-1, block_size * head_dim).index_select(0, tiles)
-    gathered = gathered.view(2, tables.shape[0], num_kv_heads, -1, head_dim)
+    gathered = gathered.view(parts, tables.shape[0], num_kv_heads, -1, head_dim)
     if absent is not None:
         absent = absent[:, None].expand(-1, num_kv_heads, -1)
         if gathered.is_cpu:  # Touches the absent slots only. On a GPU finding them would wait for the device.
             slots = absent.reshape(-1).nonzero().view(-1)
-            gathered.view(2, -1, head_dim).index_fill_(1, slots, 0)
+            gathered.view(parts, -1, head_dim).index_fill_(1, slots, 0)
         else:
             gathered.masked_fill_(absent[..., None], 0)
-    return gathered[0], gathered[1]
+    return gathered[0], gathered[parts - 1]
 
 
 def _attend(

@@ -39,6 +39,7 @@ def kv_namespace(
         num_layers=model.num_layers,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
+        lines_per_token=model.lines_per_token,
         rank=model.ranks.rank,
         world_size=model.ranks.size,
         numerics=(

@@ -30,7 +30,7 @@ class SupersededError(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """The KV pool: for each layer a tensor [2, num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The KV pool: for each layer a tensor [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]."""
 
     block_size: int
     num_gpu_blocks: int
@@ -41,6 +41,8 @@ class PoolGeometry:
     dtype: str
     block_bytes: int
     """The bytes of one block: keys and values of all layers."""
+    lines_per_token: int = 2
+    """Of each head: a key and a value, or 1 for a latent, which is both."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one sequence."""

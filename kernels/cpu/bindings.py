@@ -147,6 +147,7 @@ class CpuKernels:
             head_dim=head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
+            has_latents=kv_cache.shape[0] == 1,
             query_token_stride=token_stride,
             query_head_stride=head_stride,
             table_stride=block_tables.stride(0),
@@ -158,6 +159,14 @@ class CpuKernels:
         )
         self._library.call(Operation.PAGED_ATTENTION, arguments)
         return output
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to write results to, which a recording can reuse."""
+        return self._empty(shape, dtype)
+
+    def rms_norm_into(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """Like `rms_norm` of x [T, hidden], for tensors of one dtype; lines of `out` may lie apart."""
+        self._norm(Operation.RMS_NORM, x, None, weight, None, eps, output=out)
 
     def rms_norm(
         self,
@@ -192,8 +201,9 @@ class CpuKernels:
         bias: torch.Tensor | None,
         eps: float,
         offset: float = 0.0,
+        output: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        output = self._empty(x.shape, x.dtype)
+        output = self._empty(x.shape, x.dtype) if output is None else output
         lines = x if x.dim() == 3 and x.stride(-1) == 1 else as_lines(x).unsqueeze(1)
         num_groups, group_size, hidden = lines.shape
         group_stride, line_stride, _ = lines.stride()
@@ -211,6 +221,7 @@ class CpuKernels:
             x_group=group_size,
             x_group_stride=group_stride,
             residual_stride=hidden,
+            output_stride=hidden if output.is_contiguous() else output.stride(0),
             eps=eps,
             offset=offset,
         )
@@ -243,6 +254,12 @@ class CpuKernels:
         heads = {"query": _heads(query, outputs[0]), "key": _heads(key, outputs[1])}
         self._rotary(heads, CacheSlots(), positions, cos_sin_cache, key)
         return outputs
+
+    def rotary_into(
+        self, x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """`rotary` of one tensor; heads of `out` may lie apart."""
+        self._rotary({"query": _heads(dense(x), out)}, CacheSlots(), positions, cos_sin_cache, x)
 
     def rotary_and_cache(
         self,
@@ -353,6 +370,12 @@ class CpuKernels:
             self._multiply(tokens, x_scales, weight, part_of_bias, "identity", lines[:, columns], shrunk, number)
             start = columns.stop
         return output
+
+    def head_products_into(self, x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
+        """The products of each head of x [T, H, in] with its weight, to `out` [T, H, out]. Heads may lie apart."""
+        for head, weight in enumerate(weights):
+            tokens, x_scales = self._tokens_for(weight, x[:, head])
+            self._multiply(tokens, x_scales, weight, None, "identity", out[:, head], None)
 
     def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x as lines of padded_in, and their scales if they are int8."""
@@ -499,6 +522,7 @@ def _cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> CacheSlo
         kv_cache=kv_cache.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
         num_blocks=num_blocks,
+        has_latents=kv_cache.shape[0] == 1,
         block_size=block_size,
         int8_line_bytes=_int8_line_bytes(kv_cache),
     )

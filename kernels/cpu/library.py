@@ -97,7 +97,7 @@ class AttentionArgs(Arguments):
     _fields_ = (
         *_pointers("output query kv_cache block_tables query_start_loc seq_lens alibi_slopes sinks"),
         *_integers("dtype threads num_tokens num_rows num_heads num_kv_heads head_dim block_size num_blocks"),
-        *_integers("query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
+        *_integers("has_latents query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
         *_integers("sliding_window"),
         *_doubles("scale soft_cap"),
     )
@@ -106,7 +106,7 @@ class AttentionArgs(Arguments):
 class NormArgs(Arguments):
     _fields_ = (
         *_pointers("output x residual weight bias"),
-        *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride"),
+        *_integers("dtype threads rows hidden x_stride x_group x_group_stride residual_stride output_stride"),
         *_doubles("eps offset"),
     )
 
@@ -184,7 +184,7 @@ class Heads(_Mirrored):
 class CacheSlots(_Mirrored):
     _fields_ = (
         *_pointers("kv_cache slot_mapping"),
-        *_integers("num_blocks block_size int8_line_bytes"),
+        *_integers("num_blocks has_latents block_size int8_line_bytes"),
     )
 
 

@@ -15,6 +15,7 @@ from kernels import reference
 from kernels.checks import check_dtype, check_shape
 from kernels.cuda.launch import MAX_BYTES, ceil_div, launch, padded, warps_for, with_contiguous_heads
 from kernels.cuda.pointwise import load_rotated, rotated
+from kernels.cuda.tiles import offset_of_values
 
 _INDEXES = ("positions", "slot_mapping")
 # Words of a block that a program moves at once: a piece.
@@ -74,7 +75,7 @@ def reshape_and_cache(
         slot_mapping.contiguous(),
         key.stride(0),
         value.stride(0),
-        kv_cache.stride(0),
+        offset_of_values(kv_cache),
         NUM_KV_HEADS=num_kv_heads,
         BLOCK_SIZE=kv_cache.shape[3],
         HEAD_DIM=head_dim,
@@ -148,7 +149,7 @@ def rotary_and_cache(
             slot_mapping.contiguous(),
             key.stride(0),
             value.stride(0),
-            kv_cache.stride(0),
+            offset_of_values(kv_cache),
             NUM_KV_HEADS=num_kv_heads,
             BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim,
@@ -170,12 +171,14 @@ def _move_blocks_kernel(
     WORDS: tl.constexpr,
     WORD: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
 ):
     """`table`: addresses of source layers, then of destination layers, then the pairs; strides from keys to values."""
     chunks = tl.cdiv(BLOCK_WORDS, WORDS)
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
         chunk, line = piece % chunks, piece // chunks
-        part, layer, pair = (line % 2).to(tl.int64), line // 2 % NUM_LAYERS, line // (2 * NUM_LAYERS)
+        part, layer = (line % NUM_PARTS).to(tl.int64), line // NUM_PARTS % NUM_LAYERS
+        pair = line // (NUM_PARTS * NUM_LAYERS)
         source = tl.multiple_of(
             tl.load(table + layer).to(tl.pointer_type(WORD)),  # pyright: ignore[reportArgumentType]
             ALIGNMENT,
@@ -204,8 +207,8 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     if pairs.is_cpu and not torch.isin(pairs[:, 0], pairs[:, 1]).any():
         _move_blocks(kv_caches, kv_caches, pairs)
         return
-    _, _, *block_shape = kv_caches[0].shape
-    buffers = kv_caches[0].new_empty(len(kv_caches), 2, num_pairs, *block_shape).unbind()
+    num_parts, _, *block_shape = kv_caches[0].shape
+    buffers = kv_caches[0].new_empty(len(kv_caches), num_parts, num_pairs, *block_shape).unbind()
     places = torch.arange(num_pairs, device=pairs.device)
     _move_blocks(kv_caches, buffers, torch.stack((pairs[:, 0], places), dim=1))
     _move_blocks(buffers, kv_caches, torch.stack((places, pairs[:, 1]), dim=1))
@@ -234,9 +237,10 @@ def _move_blocks(
 ) -> None:
     """Copies blocks of all layers, which must be alike (ValueError); no block is both read and written. Each piece has
     a program of its own, unless `max_programs` are to share them."""
+    num_parts = source[0].shape[0]
     for name, pool in (("source", source), ("destination", destination)):
         for layer in pool:
-            check_shape(name, layer, (2, pool[0].shape[1], *source[0].shape[2:]))
+            check_shape(name, layer, (num_parts, pool[0].shape[1], *source[0].shape[2:]))
             check_dtype(name, layer, source[0].dtype)
     device = source[0].device if source[0].is_cuda else destination[0].device
     layers = [each.data_ptr() for each in (*source, *destination)]
@@ -245,7 +249,7 @@ def _move_blocks(
     alignment = math.gcd(MAX_BYTES, *layers)
     word_bytes = math.gcd(4, alignment, block_bytes)
     block_words = block_bytes // word_bytes
-    num_pieces = pairs.shape[0] * 2 * len(source) * ceil_div(block_words, WORDS)
+    num_pieces = pairs.shape[0] * num_parts * len(source) * ceil_div(block_words, WORDS)
     launch(
         _move_blocks_kernel,
         (min(num_pieces, max_programs or num_pieces),),
@@ -258,6 +262,7 @@ def _move_blocks(
         WORDS=WORDS,
         WORD=tl.int32 if word_bytes == 4 else tl.int16,
         ALIGNMENT=alignment,
+        NUM_PARTS=num_parts,
     )
 
 

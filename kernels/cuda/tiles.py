@@ -16,6 +16,11 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PRECISION = tl.constexpr("tf32x3")
 
 
+def offset_of_values(kv_cache: torch.Tensor) -> int:
+    """Elements from a key to its value; 0 in a pool of latents."""
+    return kv_cache.stride(0) if kv_cache.shape[0] == 2 else 0
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The model's part of the arguments: one constant of the kernels, which are compiled anew for each different one.
@@ -68,7 +73,7 @@ class PagedBatch:
 
     def strides(self) -> tuple[int, int, int]:
         """From token to token of the queries, from keys to values, from row to row of the block tables."""
-        return self.query.stride(0), self.kv_cache.stride(0), self.block_tables.stride(0)
+        return self.query.stride(0), offset_of_values(self.kv_cache), self.block_tables.stride(0)
 
     @property
     def shape(self) -> "AttentionShape":

@@ -58,6 +58,8 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
 }
+# As of real models, whose products need no padding.
+WIDE_LATENT = {**LATENT, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPERTS = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
@@ -238,6 +240,46 @@ NATIVE: dict[str, Family] = {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
         },
     ),
+    # Latents, with heads of values that are smaller or larger than heads of keys. transformers 5.23 loses Youtu's
+    # embedding of the padding token as it loads it.
+    "deepseek-v2": Family("DeepseekV2", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 16}),
+    "deepseek-v2-grouped": Family(
+        "DeepseekV2",
+        {
+            **WIDE_LATENT,
+            **EXPERTS,
+            "v_head_dim": 16,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_routed_experts": 6,
+            "n_group": 3,
+            "topk_group": 2,
+            "attention_bias": True,
+        },
+    ),
+    "deepseek-v3": Family("DeepseekV3", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 32}),
+    "deepseek-v3-yarn": Family(
+        "DeepseekV3",
+        {
+            **WIDE_LATENT,
+            **EXPERTS,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "glm4-moe-lite": Family("Glm4MoeLite", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 16}),
+    "minicpm3": Family("MiniCPM3", {**WIDE_LATENT, "v_head_dim": 16}),
+    "youtu": Family("Youtu", {**WIDE_LATENT, "v_head_dim": 24, "pad_token_id": None}),
     "phi-moe": Family("Phimoe", {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}),
     "olmo": Family("Olmo"),
     "olmo-clamped-moe": Family(
@@ -301,10 +343,6 @@ FOREIGN: dict[str, Family] = {
         "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
     ),
     "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
-    # Heads of values that are smaller or larger than heads of keys.
-    "deepseek-v2": Family("DeepseekV2", {**LATENT, **EXPERTS, "v_head_dim": 16}),
-    "deepseek-v3": Family("DeepseekV3", {**LATENT, **EXPERTS, "v_head_dim": 32}),
-    "minicpm3": Family("MiniCPM3", {**LATENT, "v_head_dim": 16}),
     # Attends to the best tokens, whose maximum number is the longest text.
     "deepseek-v32": Family(
         "DeepseekV32",

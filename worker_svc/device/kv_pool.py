@@ -41,7 +41,8 @@ Fill = Callable[[Tensor, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [2, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with wider lines.
+    """The tensors of all layers, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with
+    wider lines.
     The layers of the draft model, if there is one, follow the model's, and have their own number of heads."""
 
     geometry: PoolGeometry
@@ -84,8 +85,9 @@ class KvPool:
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values. All layers but the draft model's have the size of the first.
-        half, num_blocks = self.gpu[0].nbytes // 2, self.gpu[0].shape[1]
+        # A layer has all keys, then all values, or only latents. All but the draft model's have the size of the first.
+        num_lines, num_blocks = self.gpu[0].shape[:2]
+        half = self.gpu[0].nbytes // num_lines
         fill = populate if self.seals is None else _populate_and_collapse
         end = min(num_first_blocks, num_blocks) * half // num_blocks
         if _populate(layers, end, half, fill, self.is_released, max_s=_FIRST_PART_S):
@@ -117,7 +119,8 @@ class PoolRequest:
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of one block over all layers, keys and values, of a pool of this dtype; without it, the model's."""
     dtype = dtype or model.dtype
-    return 2 * model.num_layers * model.num_kv_heads * block_size * line_width(model.head_dim, dtype) * dtype.itemsize
+    num_lines = model.lines_per_token * model.num_layers * model.num_kv_heads * block_size
+    return num_lines * line_width(model.head_dim, dtype) * dtype.itemsize
 
 
 def line_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -232,6 +235,7 @@ def pool_geometry(
         head_dim=model.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         block_bytes=bytes_per_block,
+        lines_per_token=model.lines_per_token,
     )
 
 
@@ -333,9 +337,9 @@ def _populate(
             tensor = layer()
             if is_released.is_set() or tensor is None:
                 return False
-            values = tensor.nbytes // 2
+            values = tensor.nbytes // tensor.shape[0]
             first, last = (place * values // half for place in (start, start + num_bytes))
-            if not all(fill(tensor, part + first, last - first) for part in (0, values)):
+            if not all(fill(tensor, part + first, last - first) for part in range(0, tensor.nbytes, values)):
                 return False
             del tensor
             clock.sleep(rest * (clock.monotonic() - started_at))
@@ -345,7 +349,8 @@ def _populate(
 def _layer_shapes(
     geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype, draft_model: CausalLM | None
 ) -> list[tuple[int, ...]]:
-    heads = [(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
-    if draft_model is not None:
-        heads += [(draft_model.num_kv_heads, draft_model.head_dim)] * draft_model.num_layers
-    return [(2, num_blocks, count, geometry.block_size, line_width(head_dim, dtype)) for count, head_dim in heads]
+    return [
+        (each.lines_per_token, num_blocks, each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype))
+        for each in ((geometry,) if draft_model is None else (geometry, draft_model))
+        for _ in range(each.num_layers)
+    ]

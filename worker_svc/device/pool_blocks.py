@@ -48,7 +48,7 @@ class PoolBlocks:
             self._write_to_device(torch.from_numpy(blocks.astype(np.int64)), torch.from_numpy(contents.copy()))
             return
         for layer, part in zip(self._arrays, np.split(contents, self._ends[:-1], axis=1), strict=True):
-            layer[:, blocks] = part.reshape(len(blocks), 2, *layer.shape[2:]).swapaxes(0, 1)
+            layer[:, blocks] = part.reshape(len(blocks), layer.shape[0], *layer.shape[2:]).swapaxes(0, 1)
 
     def _read_from_device(self, blocks: Tensor) -> Tensor:
         with torch.inference_mode(), self._beside_steps():
@@ -62,7 +62,7 @@ class PoolBlocks:
         with torch.inference_mode(), self._beside_steps():
             there, contents = blocks.to(self._layers[0].device), contents.to(self._layers[0].device)
             for layer, part in zip(self._layers, contents.tensor_split(self._ends[:-1].tolist(), dim=1), strict=True):
-                part = part.reshape(len(blocks), 2, *layer.shape[2:])
+                part = part.reshape(len(blocks), layer.shape[0], *layer.shape[2:])
                 layer.index_copy_(1, there, part.transpose(0, 1).contiguous())
             if self._stream is not None:
                 self._stream.synchronize()

@@ -47,7 +47,8 @@ class KvNamespace:
         model: fingerprint of config, tokenizer and weights, and config and weights of a draft model.
             Adapter and tenant are in the hash of each block.
         dtype, kv_dtype: of the model and of the pool.
-        block_size, num_layers, num_kv_heads, head_dim: the shape of a block, of one rank, without a draft model.
+        block_size, num_layers, num_kv_heads, head_dim, lines_per_token: the shape of a block, of one rank, without a
+            draft model.
         rank, world_size: which part of the model.
         numerics: The causes of rounding: release, implementation of the model, quantization, kernels and their
             instruction set, torch; and the rotation of a model that has several.
@@ -60,6 +61,7 @@ class KvNamespace:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    lines_per_token: int
     rank: int
     world_size: int
     numerics: tuple[str, ...]

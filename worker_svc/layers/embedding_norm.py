@@ -122,6 +122,10 @@ class RmsNorm(Loadable):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.rms_norm(x, self.weight, self._eps, self._offset)
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The norm of x [T, dim] to `out`, whose lines may lie apart. The offset is 0."""
+        ops.rms_norm_into(x, self.weight, self._eps, out)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)."""
         return ops.add_rms_norm(x, residual, self.weight, self._eps, self._offset)

@@ -90,8 +90,8 @@ class ExpertsConfig:
         router: the name of the router.
         correction: the name of numbers that are added to the scores when experts are chosen; None if there are none.
         correction_is_row: as in `Numbers`.
-        num_groups: experts are in groups of neighbours, and only those in the best groups are chosen. The score of
-            a group is the sum of its two best.
+        num_groups: experts are in groups of neighbours, and only those in the best groups are chosen.
+        group_members: The score of a group is the sum of this number of its best.
         scale: a factor on the weights.
         tolerance: of `SPARSE_MIXER`.
         shared_inner_size: of the expert that all tokens have; None without it.
@@ -113,6 +113,7 @@ class ExpertsConfig:
     correction_is_row: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
+    group_members: int = 2
     scale: float = 1.0
     tolerance: float = 0.0
     shared_inner_size: int | None = None
@@ -178,7 +179,7 @@ class Experts(nn.Module):
         preferences = scores if self.correction is None else scores + self.correction.values
         if config.num_groups > 1:
             groups = preferences.unflatten(-1, (config.num_groups, -1))
-            best = groups.topk(2).values.sum(dim=-1).topk(config.num_chosen_groups).indices
+            best = groups.topk(config.group_members).values.sum(dim=-1).topk(config.num_chosen_groups).indices
             is_left_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(-1, best, False)
             preferences = groups.masked_fill(is_left_out.unsqueeze(-1), -torch.inf).flatten(-2)
         chosen = preferences.topk(config.num_chosen).indices

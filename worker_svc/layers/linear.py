@@ -47,20 +47,24 @@ class HeadOrder:
     other are i and i + head size / 2, as in `ops.rotary`.
 
     Attributes:
-        rotated: the number of dimensions of each head that a rotation turns, which are the first ones.
+        rotated: the number of dimensions of each head that a rotation turns.
         neighbours: it turns 2i with 2i + 1, otherwise i with i + rotated / 2.
+        first: dimensions before them, which stay where they are.
     """
 
     head_dim: int
     rotated: int
     neighbours: bool = False
+    first: int = 0
 
     def runs(self, outputs: Shard) -> Iterator[Shard]:
         """The outputs of some heads in the order that they have here: the first halves of each head's rotated and other
         outputs, then the second halves."""
-        turned, rest = self.rotated // 2, (self.head_dim - self.rotated) // 2
-        for head in range(outputs.start, outputs.end, self.head_dim):
+        turned, rest = self.rotated // 2, (self.head_dim - self.first - self.rotated) // 2
+        for start in range(outputs.start, outputs.end, self.head_dim):
+            head = start + self.first
             end = head + self.rotated
+            yield Shard(start, head)
             for half in (0, 1):
                 if self.neighbours:
                     yield Shard(head + half, end, 2)
@@ -260,11 +264,9 @@ class Linear(Loadable):
         return self._placement.ranks.shard(self._in_features) if is_split else Shard(0, self._in_features)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
-        if self._split is not Split.OUTPUTS:
-            yield Shard(part.first, part.first + part.out_features)
-            return
         width = part.out_features // part.segments
-        shard = self._placement.ranks.shard(width, part.num_shards)
+        is_split = self._split is Split.OUTPUTS
+        shard = self._placement.ranks.shard(width, part.num_shards) if is_split else Shard(0, width)
         for segment in range(part.segments):
             start = part.first + segment * width
             outputs = Shard(start + shard.start, start + shard.end)

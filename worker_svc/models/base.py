@@ -23,8 +23,8 @@ class ModelInput:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's index in its sequence.
-        kv_caches: one [2, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the keys and values
-            of the new tokens into their slots.
+        kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the
+            keys and values, or latents, of the new tokens into their slots.
         adapter_slots: as in `TokenSlots`.
     """
 
@@ -70,6 +70,7 @@ class CausalLM(nn.Module):
     Attributes:
         architecture: its name in config.json.
         num_kv_heads: of this rank.
+        lines_per_token: lines of a token and head in the pool: a key and a value, or 1 for a latent, which is both.
         vocab_size: width of the logits of all ranks together.
         max_model_len: number of positions that the model supports.
         rotation: None if sequences of all lengths are rotated alike.
@@ -87,8 +88,10 @@ class CausalLM(nn.Module):
         head_dim: int,
         vocab_size: int,
         max_model_len: int,
+        lines_per_token: int = 2,
     ) -> None:
         super().__init__()
+        self.lines_per_token = lines_per_token
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim

@@ -14,6 +14,7 @@ from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, HeadNorm, LayerNorm, NoNorm, NormSpan, Numbers, RmsNorm
 from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, Mlp
+from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, RotationByLength, head_dim_of, make_head
 from worker_svc.models.rope import RopeConfig
@@ -42,6 +43,9 @@ class DecoderConfig:
     sliding_windows: tuple[int | None, ...]
     """The window of each layer; None for the whole context."""
     max_model_len: int
+    latent: LatentConfig | None = None
+    """The sizes of latent attention: then `num_kv_heads` is 1, and `head_dim` the numbers of a line in the pool. None
+    for heads of key and value."""
     experts: ExpertsConfig | None = None
     mlp_names: tuple[str, ...] = GATE_UP_DOWN
     """As in `Mlp`."""
@@ -181,11 +185,27 @@ class DecoderLayer(nn.Module):
         super().__init__()
         name = f"model.layers.{index}"
         hidden = config.hidden_size
-        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
         self._rotation = rotation
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
         self.attention_norm = make_norm(name, config.attention_norm, config, placement)
+        self.latent: LatentAttention | None = None
+        if config.latent is None:
+            self._add_heads(index, name, config, placement)
+        else:
+            scale = config.latent.query_dim**-0.5 if config.attention_scale is None else config.attention_scale
+            self.latent = LatentAttention(
+                f"{name}.self_attn", config.latent, config.num_heads, hidden, scale, placement
+            )
+        self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
+        self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
+        self.mlp = self._make_mlp(index, name, config, placement)
+        self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
+
+    def _add_heads(self, index: int, name: str, config: DecoderConfig, placement: Placement) -> None:
+        """The parts of attention with heads of key and value."""
+        hidden = config.hidden_size
+        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
         self.qkv = Linear(
             self._parts_of_heads(f"{name}.self_attn", config, placement),
             hidden,
@@ -210,10 +230,6 @@ class DecoderLayer(nn.Module):
             placement=placement,
             split=Split.INPUTS,
         )
-        self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
-        self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
-        self.mlp = self._make_mlp(index, name, config, placement)
-        self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
 
     @staticmethod
     def _parts_of_heads(name: str, config: DecoderConfig, placement: Placement) -> list[LinearPart]:
@@ -271,6 +287,10 @@ class DecoderLayer(nn.Module):
         self, x: torch.Tensor, positions: torch.Tensor, kv_cache: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """x [T, hidden], after the norm -> what is added to the residual stream, [T, hidden]."""
+        if self.latent is not None:
+            assert self._rotation is not None
+            table = self._rotation.table
+            return self.attention_output_norm(self.latent(x, positions, table, kv_cache, metadata))
         query, key, value = self.attention.split(self.qkv(x))
         if not self._norms_rotated:
             query, key = self._normed(query, key)
@@ -314,6 +334,7 @@ class Decoder(NativeCausalLM):
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len if placement.max_positions else config.served_len(None),
+            lines_per_token=2 if config.latent is None else 1,
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None

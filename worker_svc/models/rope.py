@@ -68,6 +68,14 @@ class RopeConfig:
         )
 
     @property
+    def score_factor(self) -> float:
+        """A factor on the scores of latent attention; 1 unless the section has `mscale_all_dim`."""
+        weight = self.fields.values.get("mscale_all_dim")
+        if self.rope_type == "default" or not weight:
+            return 1.0
+        return _magnitude(self.fields.number("factor"), self.fields.number("mscale_all_dim")) ** 2
+
+    @property
     def max_model_len(self) -> int:
         """Positions that the scaled embedding reaches."""
         if self.rope_type in ("linear", "dynamic"):
@@ -190,17 +198,18 @@ def _yarn(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
     return scaled, _yarn_attention_factor(fields, factor)
 
 
-def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+
+def _yarn_attention_factor(fields: ConfigFields, factor: float) -> float:
     given = fields.optional_number("attention_factor")
     if given is not None:
         return given
     mscale, mscale_all_dim = fields.values.get("mscale"), fields.values.get("mscale_all_dim")
     if mscale and mscale_all_dim:
-        return magnitude(fields.number("mscale")) / magnitude(fields.number("mscale_all_dim"))
-    return magnitude(1.0)
+        return _magnitude(factor, fields.number("mscale")) / _magnitude(factor, fields.number("mscale_all_dim"))
+    return _magnitude(factor, 1.0)
 
 
 def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:

@@ -40,7 +40,7 @@ struct Span {
 
 template <class T>
 inline int64_t value_offset(const AttentionArgs& args) {
-  return args.num_blocks * args.num_kv_heads * args.block_size * line_size<T>(args);
+  return args.has_latents ? 0 : args.num_blocks * args.num_kv_heads * args.block_size * line_size<T>(args);
 }
 
 inline constexpr int kCacheLine = 64;

@@ -35,7 +35,7 @@ struct OpenMp {
 struct AttentionArgs {
   void* output;                    // [T, Hq, D] contiguous
   const void* query;               // [T, Hq, D]
-  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D; [1, ...] of latents
   const int32_t* block_tables;     // [R, table_width]
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]
@@ -50,6 +50,7 @@ struct AttentionArgs {
   int64_t head_dim;
   int64_t block_size;
   int64_t num_blocks;
+  int64_t has_latents;  // 1 where a pool of latents has one line a token, which is key and value; else 0
   int64_t query_token_stride;
   int64_t query_head_stride;
   int64_t table_stride;
@@ -61,7 +62,7 @@ struct AttentionArgs {
 };
 
 struct NormArgs {
-  void* output;        // [rows, hidden] contiguous
+  void* output;        // [rows, hidden]
   const void* x;       // [rows / x_group, x_group, hidden]
   void* residual;      // [rows, hidden] to add x to, in place; null for a plain norm
   const void* weight;  // [hidden]; null for 1
@@ -74,6 +75,7 @@ struct NormArgs {
   int64_t x_group;         // rows of x that lie x_stride apart: the heads of a token
   int64_t x_group_stride;  // from the first of them to the first of the next
   int64_t residual_stride;
+  int64_t output_stride;
   double eps;
   double offset;  // added to the weight of an RMS norm
 };
@@ -268,11 +270,12 @@ struct Heads {
 
 // The destinations of the keys and values of new tokens.
 struct CacheSlots {
-  void* kv_cache;               // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D
+  void* kv_cache;               // as in AttentionArgs
   const int64_t* slot_mapping;  // [T]
   int64_t num_blocks;
+  int64_t has_latents;
   int64_t block_size;
-  int64_t int8_line_bytes;  // as in AttentionArgs
+  int64_t int8_line_bytes;
 };
 
 struct RotaryArgs {

@@ -68,7 +68,7 @@ void rms_norm(const NormArgs& args, int64_t begin, int64_t end) {
     }
     const float mean = squares / static_cast<float>(args.hidden);
     const Vec factor = set1(1.0f / __builtin_sqrtf(mean + static_cast<float>(args.eps)));
-    T* output = line_of<T>(args.output, line, args.hidden);
+    T* output = line_of<T>(args.output, line, args.output_stride);
     for_vectors(args.hidden, [&](int64_t i, auto... lanes) {
       store(output + i, load(x + i, lanes...) * factor * (load(weight + i, lanes...) + offset), lanes...);
     });
@@ -108,7 +108,7 @@ void layer_norm(const NormArgs& args, int64_t begin, int64_t end) {
     const float mean = mean_of(x, args.hidden);
     const float variance = variance_of(x, args.hidden, mean);
     const Vec factor = set1(1.0f / __builtin_sqrtf(variance + static_cast<float>(args.eps)));
-    T* output = line_of<T>(args.output, line, args.hidden);
+    T* output = line_of<T>(args.output, line, args.output_stride);
     for_vectors(args.hidden, [&](int64_t i, auto... lanes) {
       Vec value = (load(x + i, lanes...) - set1(mean)) * factor;
       if (weight != nullptr) value = value * load(weight + i, lanes...);
@@ -184,9 +184,9 @@ inline int64_t pool_line(const RotaryArgs& args, int64_t token, int64_t head) {
   return (block * args.key.count + head) * cache.block_size + offset;
 }
 
-// The number of lines of keys, which precede the lines of values.
+// The number of lines of keys, which precede the lines of values; a line of latents is both.
 inline int64_t lines_of_keys(const RotaryArgs& args) {
-  return args.cache.num_blocks * args.key.count * args.cache.block_size;
+  return args.cache.has_latents ? 0 : args.cache.num_blocks * args.key.count * args.cache.block_size;
 }
 
 // Key and value of one head of a token to the pool as they are, the key rotated where there are cosines.

@@ -369,7 +369,7 @@ class Batch(Generic[S, G]):
         return rows
 
     def _append_blocks(self, rows: Array) -> None:
-        """Adds a block to the table of each of these rows, which may repeat. All are taken at once, which costs less."""
+        """Adds a block to the table of each of these rows, which may repeat; all in one call, which costs less."""
         for row, block in zip(rows.tolist(), self.blocks.take(len(rows)), strict=True):
             table = self.sequence(row).block_table
             self.draft.blocks[row, len(table)] = block

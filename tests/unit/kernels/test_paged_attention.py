@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops
+from kernels import ops, reference
 from kernels.reference import ScoreRule
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -42,6 +42,7 @@ def make_batch(
     head_dim: int = 32,
     block_size: int = 5,
     dtype: torch.dtype = torch.float32,
+    lines_per_token: int = 2,
     seed: int = 0,
 ) -> Batch:
     """Rows of (new tokens, context length); scrambled blocks, NaN in every slot that is in no context."""
@@ -50,7 +51,7 @@ def make_batch(
     columns = max(-(-length // block_size) for _, length in rows) + 2
     num_blocks = columns * len(rows) + 1
     tables = torch.randperm(num_blocks, generator=generator)[:-1].view(len(rows), columns)
-    cache = torch.randn(2, num_blocks, num_kv_heads, block_size, head_dim, generator=generator)
+    cache = torch.randn(lines_per_token, num_blocks, num_kv_heads, block_size, head_dim, generator=generator)
     written = torch.zeros(num_blocks, block_size, dtype=torch.bool)
     for row, (_, length) in enumerate(rows):
         positions = torch.arange(length)
@@ -77,7 +78,8 @@ def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
         seen, positions = torch.arange(length), torch.arange(length - (end - start), length)[:, None]
         blocks = batch.block_tables[row, seen // block_size].long()
         context = batch.kv_cache[:, blocks, :, seen % block_size].double().repeat_interleave(group, dim=2)
-        keys, values = context.unbind(1)
+        # A latent is key and value.
+        keys, values = context[:, 0], context[:, -1]
         scores = torch.einsum("qhd,khd->hqk", batch.query[start:end].double(), keys) * rule.scale
         if rule.soft_cap is not None:
             scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
@@ -132,6 +134,18 @@ def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
     actual, plain = batch.attend(sinks=sinks), batch.attend()
     torch.testing.assert_close(actual[:, ::2], plain[:, ::2])
     assert not actual[:, 1::2].any()
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize(("head_dim", "dtype"), [(24, torch.float16), (40, torch.float32), (576, torch.bfloat16)])
+def test_a_latent_is_key_and_value(head_dim: int, dtype: torch.dtype) -> None:
+    rows = [*MIXED, (1, 300), (30, 70)]
+    batch = make_batch(rows, heads=(6, 1), head_dim=head_dim, lines_per_token=1, dtype=dtype)
+    assert_matches_naive(batch, scale=head_dim**-0.5)
+    together = batch.attend(head_dim**-0.5)
+    alone = [each.attend(head_dim**-0.5) for each in alone_rows(batch)]
+    if ops.implementation_for(batch.query.device) is not reference:
+        assert torch.equal(together, torch.cat(alone))
 
 
 @pytest.mark.usefixtures("implementation")

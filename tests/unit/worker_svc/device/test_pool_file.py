@@ -28,6 +28,7 @@ NAMESPACE = KvNamespace(
     num_layers=3,
     num_kv_heads=2,
     head_dim=8,
+    lines_per_token=2,
     rank=0,
     world_size=1,
     numerics=("1.0", "kernels"),

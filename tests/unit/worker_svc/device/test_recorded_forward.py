@@ -98,7 +98,11 @@ def test_int8_in_the_pool_and_the_weights_is_recorded_too(quantization: Quantiza
     assert_same_when_recorded(load(directories("qwen3"), quantization=quantization), with_int8_pool=True)
 
 
-WITH_EXPERTS = [family for family in NATIVE if "moe" in family or family in ("mixtral", "minimax-m2")]
+WITH_EXPERTS = [
+    name
+    for name, family in NATIVE.items()
+    if "moe" in name or name in ("mixtral", "minimax-m2") or "n_routed_experts" in family.fields
+]
 # torch multiplies by the weights of each head, and squares.
 OF_TORCH = ("cohere-head-norms", "stablelm-head-norms", "arcee", "nemotron", "jais2")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]

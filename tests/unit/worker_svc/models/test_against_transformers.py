@@ -219,6 +219,8 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
     fields |= {"num_key_value_heads": 8} if "Nemotron" in family else {}
     # There are no default experts.
     fields |= {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 1} if "Dots1" in family else {}
+    if family == "DeepseekV2ForCausalLM":
+        fields = {"num_experts_per_tok": 6}
     expected, config = getattr(transformers, family).config_class(**fields), DECODERS[family].read_config(fields)
     names = {
         "vocab_size": "vocab_size",
@@ -235,10 +237,17 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
         del names["norm_eps"]
     if config.activation == CLAMPED_SWIGLU:
         del names["activation"]
+    head_dim = getattr(expected, "head_dim", None)
+    head_dim = expected.hidden_size // expected.num_attention_heads if head_dim is None else head_dim
+    if (latent := config.latent) is not None:
+        del names["num_kv_heads"]
+        head_dim = expected.kv_lora_rank + expected.qk_rope_head_dim
+        assert (latent.query_rank, latent.value_dim) == (expected.q_lora_rank, expected.v_head_dim)
+        assert (latent.query_dim, latent.bias) == (expected.qk_head_dim, expected.attention_bias)
+        assert latent.rotates_neighbours == getattr(expected, "rope_interleave", family == "DeepseekV2ForCausalLM")
     for ours, name in names.items():
         assert getattr(config, ours) == getattr(expected, name), name
-    head_dim = getattr(expected, "head_dim", None)
-    assert config.head_dim == (expected.hidden_size // expected.num_attention_heads if head_dim is None else head_dim)
+    assert config.head_dim == head_dim
     assert config.rope.max_positions == config.max_model_len == expected.max_position_embeddings
     ropes = expected.rope_parameters
     assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
@@ -263,7 +272,8 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
     if (scale := getattr(expected, "query_pre_attn_scalar", None)) is not None:
         assert config.attention_scale == scale**-0.5
         assert config.logit_cap == expected.final_logit_softcapping
-    assert config.logit_scale == getattr(expected, "logit_scale", 1.0)
+    base = getattr(expected, "dim_model_base", expected.hidden_size)
+    assert config.logit_scale == getattr(expected, "logit_scale", base / expected.hidden_size)
 
 
 @pytest.mark.parametrize(
