@@ -1,4 +1,4 @@
-"""What the rows of `families` and `families_with_experts` share: the table, windows, rotations and experts."""
+"""Parts that rows of `families` and `families_with_experts` share: the table, windows, rotations and experts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
