@@ -26,6 +26,7 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "seed_oss": "SeedOssForCausalLM",
@@ -59,6 +60,9 @@ _ARCHITECTURES = {
     "dots1": "Dots1ForCausalLM",
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
+    "solar_open": "SolarOpenForCausalLM",
+    "exaone_moe": "ExaoneMoeForCausalLM",
+    "hy_v3": "HYV3ForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())

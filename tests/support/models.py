@@ -301,6 +301,12 @@ NATIVE: dict[str, Family] = {
         "Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1}
     ),
     "hunyuan-moe": Family("HunYuanMoEV1", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
+    "ministral-alternating": Family("Ministral", {**ALTERNATING, "head_dim": 16}),
+    "solar-open-moe": Family("SolarOpen", {**ROUTED, "head_dim": 16, "n_shared_experts": 1}),
+    "exaone-moe": Family(
+        "ExaoneMoe", {**FEW_EXPERTS, **ALTERNATING, "num_shared_experts": 1, "first_k_dense_replace": 1}
+    ),
+    "hy-v3-moe": Family("HYV3", {**FEW_EXPERTS, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
     # Attention sinks.
     "gpt-oss-moe": Family(
         "GptOss",

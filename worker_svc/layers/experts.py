@@ -90,7 +90,7 @@ class ExpertsConfig:
         router: the name of the router.
         correction: the name of numbers that are added to the scores when experts are chosen; None if there are none.
         correction_is_row: as in `Numbers`.
-        num_groups: experts are in groups of neighbours, and only those in the best groups are chosen.
+        num_groups: experts are in groups of neighbours, and only experts of the best groups are chosen.
         group_members: The score of a group is the sum of this number of its best.
         scale: a factor on the weights.
         tolerance: of `SPARSE_MIXER`.

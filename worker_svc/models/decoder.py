@@ -62,7 +62,7 @@ class DecoderConfig:
     """The norm before the MLP."""
     mlp_output_norm: str | None = None
     is_parallel: bool = False
-    """Whether the MLP has the same input as attention, of which only the norm before attention is there."""
+    """Whether the MLP has the same input as attention: there is only the norm before attention."""
     centered_norms: bool = False
     """Whether norms subtract the mean, as LayerNorm does."""
     norm_bias: bool = False

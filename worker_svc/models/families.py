@@ -34,13 +34,16 @@ def _llama(values: Values) -> DecoderConfig:
     return DecoderConfig.read(values)
 
 
-@DENSE.add(
-    "MistralForCausalLM",
-    intermediate_size=14336,
-    num_key_value_heads=8,
-    max_position_embeddings=131072,
-    sliding_window=4096,
-)
+_MISTRAL_DEFAULTS = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
+
+@DENSE.add("MinistralForCausalLM", _MISTRAL_DEFAULTS)
+@DENSE.add("MistralForCausalLM", _MISTRAL_DEFAULTS)
 def _mistral(values: Values) -> DecoderConfig:
     """LLaMA whose layers may see a sliding window: all layers, or the sliding ones of `layer_types` (Ministral)."""
     return with_windows(DecoderConfig.read({**values, **NO_BIASES}), ConfigFields(values), lambda _: True)
@@ -286,7 +289,7 @@ def _olmo3(values: Values) -> DecoderConfig:
     sliding_window=4096,
     sliding_window_pattern=4,
 )
-def _exaone4(values: Values) -> DecoderConfig:
+def exaone4(values: Values) -> DecoderConfig:
     """LLaMA with norms after attention and MLP, not before, and norms on the heads of query and key. If some layers
     have a window, only they have a rotation."""
     config, fields = DecoderConfig.read({**values, **NO_BIASES}), ConfigFields(values)

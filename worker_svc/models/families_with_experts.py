@@ -7,7 +7,7 @@ from worker_svc.layers.embedding_norm import NormSpan
 from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
-from worker_svc.models.families import OLMO_DEFAULTS, granite, hunyuan_dense, olmo2
+from worker_svc.models.families import OLMO_DEFAULTS, exaone4, granite, hunyuan_dense, olmo2
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
     NO_BIASES,
@@ -157,6 +157,88 @@ def _glm4_moe(values: Values) -> DecoderConfig:
         head_norms=HEAD_NORMS if fields.flag("use_qk_norm", False) else None,
         experts=deepseek_experts(fields, config),
     )
+
+
+WITH_EXPERTS.add(
+    "SolarOpenForCausalLM",
+    vocab_size=196608,
+    num_hidden_layers=48,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=1e6,
+    n_routed_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1280,
+)(_glm4_moe)
+
+
+@WITH_EXPERTS.add(
+    "ExaoneMoeForCausalLM",
+    vocab_size=102400,
+    intermediate_size=16384,
+    num_key_value_heads=32,
+    rms_norm_eps=1e-5,
+    sliding_window=4096,
+    sliding_window_pattern=4,
+    num_experts=64,
+    num_experts_per_tok=8,
+    num_shared_experts=1,
+    moe_intermediate_size=1024,
+    routed_scaling_factor=2.5,
+    first_k_dense_replace=1,
+)
+def _exaone_moe(values: Values) -> DecoderConfig:
+    """EXAONE 4 with norms before attention and MLP, and the experts of DeepSeek V3."""
+    config, plain = exaone4(values), DecoderConfig.read(values)
+    return replace(
+        config,
+        attention_norm=plain.attention_norm,
+        attention_output_norm=None,
+        mlp_norm=plain.mlp_norm,
+        mlp_output_norm=None,
+        experts=replace(_experts_by_number(values, config), correction="e_score_correction_bias"),
+    )
+
+
+@WITH_EXPERTS.add(
+    "HYV3ForCausalLM",
+    vocab_size=120832,
+    intermediate_size=13312,
+    num_hidden_layers=80,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=11158840.0,
+    num_experts=192,
+    num_experts_per_tok=8,
+    num_shared_experts=1,
+    moe_intermediate_size=1536,
+    router_scaling_factor=2.826,
+    first_k_dense_replace=1,
+)
+def _hy_v3(values: Values) -> DecoderConfig:
+    """LLaMA with norms on the heads of query and key, and the experts of DeepSeek V3."""
+    config = DecoderConfig.read(values)
+    experts = _experts_by_number({**values, "routed_scaling_factor": values["router_scaling_factor"]}, config)
+    experts = replace(experts, router="router.gate", correction="expert_bias", shared="mlp.shared_mlp")
+    return replace(config, head_norms=HEAD_NORMS, experts=experts)
+
+
+def _experts_by_number(values: Values, config: DecoderConfig) -> ExpertsConfig:
+    """`deepseek_experts` by other names of the numbers, and in the sparse layers of `mlp_layer_types`."""
+    names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
+    fields = ConfigFields({**values, **{name: values[other] for name, other in names.items()}})
+    experts, types = deepseek_experts(fields, config), values.get("mlp_layer_types")
+    if types is None:
+        return experts
+    if not isinstance(types, list) or len(types) != config.num_layers:
+        raise fields.error("mlp_layer_types", types, f"{config.num_layers} of dense and sparse")
+    return replace(experts, dense_layers=frozenset(index for index, each in enumerate(types) if each == "dense"))
 
 
 @WITH_EXPERTS.add(

@@ -1,4 +1,4 @@
-"""What the rows of the tables of families share: the table, windows, rotations and experts."""
+"""Parts that rows of the tables of families share: the table, windows, rotations and experts."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -179,7 +179,13 @@ def test_unknown_dtype_is_refused() -> None:
         resolve_dtype({"dtype": "float8_e4m3fn"}, "auto", CPU)
 
 
-@pytest.mark.parametrize("shape", ["gpt2-tied-32", "opt-post-norm-projected-64", "llama-gqa-untied-32"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *("gpt2-tied-32", "opt-post-norm-projected-64", "llama-gqa-untied-32", "ministral3", "smollm3", "granite"),
+        *("olmo2", "glm4", "cohere2-alternating", "cohere-head-norms", "stablelm-head-norms", "hunyuan-dense"),
+    ],
+)
 def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
     """The meta device has no values: reading one, or mixing in a CPU tensor, would raise."""
     make_model(tmp_path, shape)
