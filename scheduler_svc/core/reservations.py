@@ -40,6 +40,9 @@ class Kind(enum.Enum):
     """The cached blocks that come before the fetched ones in the same request. If they were evicted, the request could
     not use the fetched blocks; or it would fetch the evicted ones next, and the fetched ones be evicted meanwhile."""
 
+    # An enum's own hash is computed in Python, and tables by kind are read in each step.
+    __hash__ = object.__hash__
+
 
 @dataclass(slots=True, eq=False)
 class Reservation:
