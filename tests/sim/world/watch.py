@@ -709,6 +709,7 @@ class Watch:
         found |= dict.fromkeys(self._useless_leases(), self.patience_s)
         found |= dict.fromkeys(self._cancelled_runs(now, gateways, tables), _HEARD_S)
         found |= dict.fromkeys(self._overcounted(gateways), _IDLE_S)
+        found |= dict.fromkeys(self._prepared_on(gateways), 0.0)
         found |= dict.fromkeys(self._computed_on(gateways, tables), self._abort_s)
         found |= dict.fromkeys(self._without_usage(gateways), _USAGE_S)
         self._since = {what: self._since.get(what, now) for what in found}
@@ -856,13 +857,8 @@ class Watch:
                 yield f"{host} is idle, and requests wait for what it could have prepared"
 
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
-        """Keys whose limits count more requests than run, without finished ones that wait for their client; and tenants
-        whose prompts count as being prepared after all were submitted."""
+        """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
-            preparing = {live.request.tenant for live in gateway._ledger if not live.is_prepared}
-            if not (gateway._ledger._num_arriving or self.running[host].is_stopped):
-                for tenant in gateway._generator.preparations._num_requests.keys() - preparing:
-                    yield f"{host} counts prompts of {tenant} as being prepared that are submitted"
             keys, keeps = gateway.authenticator, gateway._generator.durable_reads.reads_without_client
             assert isinstance(keys, KeyRing)
             running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
@@ -870,6 +866,14 @@ class Watch:
                 num_running = running[caller.tenant] + gateway._ledger._num_arriving
                 if len(caller.account._running) > num_running and not self.running[host].is_stopped:
                     yield f"{host} counts requests of {caller.tenant} that are over"
+
+    def _prepared_on(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Tenants whose prompts count as being prepared after all of them were submitted."""
+        for host, gateway in gateways.items():
+            if not (gateway._ledger._num_arriving or self.running[host].is_stopped):
+                preparing = {live.request.tenant for live in gateway._ledger if not live.is_prepared}
+                counted = gateway._generator.preparations._num_requests
+                yield from (f"{host} takes prompts of {each} to be prepared" for each in counted.keys() - preparing)
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps, but that a gateway takes to be draining, so that they get no new requests."""
