@@ -3,8 +3,8 @@ on the way, a worker stays with the scheduler that started last, unwanted work s
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -26,6 +26,7 @@ from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
 from quire.service.compatibility import UNKNOWN_MODEL
+from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
@@ -241,6 +242,21 @@ class CheckedWorker(Worker):
         super().__init__(*arguments, **options)
         if self.transfers is not None:
             watch_worker(self.transfers, report)
+            serve, num_calls = self.transfers.serve_fetch, Counter[bytes]()
+
+            async def serve_counted(request: worker_pb2.FetchBlocksRequest) -> AsyncGenerator[Any, None]:
+                num_calls[request.lease] += 1
+                try:
+                    async with aclosing(serve(request)) as responses:
+                        async for response in responses:
+                            yield response
+                finally:
+                    num_calls[request.lease] -= 1
+                    offer = self.transfers and self.transfers._offers.get(request.lease)
+                    if offer and offer.num_calls > num_calls[request.lease]:
+                        report(AssertionError("a call that fetched blocks counts on when it is over"))
+
+            self.transfers.serve_fetch = serve_counted
 
     def attach(
         self,
