@@ -76,7 +76,7 @@ def _swaps_in_recomputations(seed: int, draw: Random) -> Plan:
 def _few_durable_tokens(seed: int, draw: Random) -> Plan:
     """Finished durable requests make way for new ones, with little room for the tokens of durable requests."""
     layout = replace(draw_layout(draw, Kind.CALM), num_replicas=1)
-    limits = {"max_durable_tokens": draw.choice((300, 600, 1000)), "max_durable_requests": draw.choice((8, 20))}
+    limits = {"max_durable_tokens": draw.choice((300, 600, 1000)), "max_durable_requests": draw.choice((4, 20))}
     layout = replace(layout, settings=replace(layout.settings, durable_grace=60.0, **limits))
     pool_tokens = layout.worker.num_blocks * layout.worker.block_size
     drawn = draw_requests(draw, Kind.CALM, layout.clients, pool_tokens, 10.0)

@@ -95,6 +95,8 @@ class CheckedScheduler(Scheduler):
     """The times of requests that usage tells."""
     pinned: Collection[PinRequest] = ()
     """The prefixes that clients pin."""
+    num_ranks = 1
+    """The number of its workers."""
     _names: Names
     _fairness: Shares | None = None
     _entering: SequenceGroup | None = None
@@ -249,8 +251,8 @@ class CheckedScheduler(Scheduler):
             num_free = self.batch.blocks.pool.num_free
             needed = self.room._blocks_taken(group) + self.room.growth_of(group)
             promise(group)
-            if num_free - self.batch.blocks.pool.num_free > needed:
-                self._report(AssertionError(f"more than {needed} blocks are kept for {group.request.request_id}"))
+            if num_free - self.batch.blocks.pool.num_free != min(needed, num_free):
+                self._report(AssertionError(f"other than {needed} blocks are kept for {group.request.request_id}"))
 
         give_way, forget_failed = self.room.give_way, self.fetches.forget_failed
 
@@ -603,7 +605,10 @@ class CheckedScheduler(Scheduler):
         return sealed
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
+        before = self.reservations[Kind.LEASE].get(lease)
         super().renew_lease(lease, now, lease_s)
+        if before is not None and lease_s is None and 0 < before.num_fetched < self.num_ranks:
+            self._report(AssertionError("a lease ends before each rank has sent its part of the blocks"))
         leased = self.reservations[Kind.LEASE].get(lease)
         if leased is not None and (not lease_s or leased.expires_at != now + lease_s):
             self._report(AssertionError("a lease whose blocks are fetched ends as before"))
@@ -969,7 +974,9 @@ class CheckedScheduler(Scheduler):
         elif entering.request.priority <= max(group.request.priority for group in displaced):
             self._report(AssertionError("a request displaces one that does not come after it"))
         is_all = len(displaced) < planner._MAX_DISPLACED and self.room.others_run
-        if is_all and not self.room.fits(entering, self.room.to_grow()):
+        # Its blocks may be fetched into that room.
+        waits = isinstance(self.preparations.needed_by(entering.request.key), MovedBlocks)
+        if is_all and not waits and not self.room.fits(entering, self.room.to_grow()):
             self._report(AssertionError(f"{entering.request.request_id} displaces others in vain"))
 
     def _check(self, *, is_changed: bool = True) -> None:

@@ -775,6 +775,7 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         cluster = clusters[-1]
         core = cluster.cores[host()] = CheckedScheduler(config, cluster.names)
         core.asked, core.pinned, core.told_s = cluster.asked, cluster.pinned, cluster.told_s
+        core.num_ranks = len(cluster.layout.ranks(host().replace("scheduler", "worker")))
         return core
 
     def make_recorded(config: SchedulerConfig, recording: Recorder) -> RecordedScheduler:

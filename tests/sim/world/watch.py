@@ -3,12 +3,13 @@ on the way, a worker stays with the scheduler that started last, unwanted work s
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,24 +26,34 @@ from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
 from quire.service.compatibility import UNKNOWN_MODEL
+from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixHashes
-from scheduler_svc.core.request import Handle, RequestKey
+from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.service import step_loop
+from scheduler_svc.service.history import Held
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.outbox import Readiness
-from scheduler_svc.service.readers import Connection, OwnedRequest
+from scheduler_svc.service.readers import Connection, OwnedRequest, Reader
 from scheduler_svc.service.replica import Replica
 from scheduler_svc.service.requests import Requests
-from scheduler_svc.service.step_loop import StepLoop
-from scheduler_svc.service.worker_link import WorkerFaultyError, WorkerHangsError, WorkerLostError
+from scheduler_svc.service.step_loop import PendingOrders, StepLoop
+from scheduler_svc.service.worker_link import (
+    WorkerFaultyError,
+    WorkerGroup,
+    WorkerHangsError,
+    WorkerLink,
+    WorkerLostError,
+    Workers,
+)
+from scheduler_svc.service.worker_messages import WorkerAnswer
 from tests.sim.world.durations import misread_by_gateway, watch_worker
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
@@ -108,6 +119,15 @@ class NamingBlocks(BlockManager):
         kept = {block for name in evicted if (block := host.find(name)) is not None and not host.pool.ref_count(block)}
         if kept and kept != set(host.pool.free_blocks()[-len(kept) :]):
             report(AssertionError("what the pool hands out for other content makes way in host memory before the rest"))
+        return blocks
+
+    def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
+        """Checks that blocks that come from host memory, and evicted blocks that go there, are counted once."""
+        host, counts = self.host, self.host.counts
+        before = len(host._in) - counts.from_host, len(host._out) - counts.to_host
+        blocks = super().more_cached(sequence, shared)
+        if (len(host._in) - counts.from_host, len(host._out) - counts.to_host) != before:
+            report(AssertionError("blocks that come from host memory or go there are not counted, or others are"))
         return blocks
 
     def reclaim(self) -> bool:
@@ -222,6 +242,21 @@ class CheckedWorker(Worker):
         super().__init__(*arguments, **options)
         if self.transfers is not None:
             watch_worker(self.transfers, report)
+            serve, num_calls = self.transfers.serve_fetch, Counter[bytes]()
+
+            async def serve_counted(request: worker_pb2.FetchBlocksRequest) -> AsyncGenerator[Any, None]:
+                num_calls[request.lease] += 1
+                try:
+                    async with aclosing(serve(request)) as responses:
+                        async for response in responses:
+                            yield response
+                finally:
+                    num_calls[request.lease] -= 1
+                    offer = self.transfers and self.transfers._offers.get(request.lease)
+                    if offer and offer.num_calls > num_calls[request.lease]:
+                        report(AssertionError("a call that fetched blocks counts on when it is over"))
+
+            self.transfers.serve_fetch = serve_counted
 
     def attach(
         self,
@@ -339,6 +374,20 @@ class CheckedRequests(Requests):
             off_s = due_at - wait.due_at
             _demand(abs(off_s) < _TIMER_S, f"has a timer that is off by {off_s:.3f} s", owned)
 
+    def _resumable(self, request: Request, nonce: int, reader: Reader, held: Held) -> OwnedRequest | None:
+        """The running request without log probabilities of its prompt that a gateway submits again, if all output that
+        the reader lacks is kept."""
+        for owned in self._by_id.get((request.tenant, request.request_id), ()):
+            is_its = owned.nonce == nonce and owned.gateway_id == reader.connection.gateway_id
+            progress, kept = self._progress(owned.key), owned.history
+            firsts = {index: output.first for index, output in kept._outputs.items()}
+            if is_its and owned.comes_in_parts and progress is not None:
+                left = [each for each in progress if each.index not in held.ended]
+                has_ends = all(each.index in kept._ends for each in left if each.has_ended)
+                nums = [(held.num_tokens.get(each.index, 0), firsts.get(each.index, each.num_tokens)) for each in left]
+                return owned if has_ends and all(had >= first for had, first in nums) else None
+        return None
+
     def check(self) -> None:
         """Raises RequestsViolationError if an invariant does not hold."""
         plain, readers = dict[Handle, int](), self._delivery.readers
@@ -398,6 +447,7 @@ def _checked(name: str) -> Callable[..., Any]:
     def call(self: CheckedRequests, *arguments: Any, **options: Any) -> Any:
         self._depth += 1
         durable = {*self.durable.requests} if name == "admit" else set[Handle]()
+        resumable = self._resumable(*arguments) if name == "resubmit" else None
         try:
             result = operation(self, *arguments, **options)
         except QuireError:
@@ -407,6 +457,7 @@ def _checked(name: str) -> Callable[..., Any]:
             self._depth -= 1
         if name == "acknowledge":
             _demand(arguments[0].outbox._num_acknowledged == arguments[1], "counts other messages than were taken in")
+        _demand(resumable is None or result, "is computed again, though all that its reader lacks is kept", resumable)
         if not self._depth:
             self.dropped(name, arguments[0] if arguments else None)
             self.check()
@@ -476,6 +527,10 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
                 node.fail(self)
 
     abort, hashes_of, refused = Placements.abort, routing.prompt_hashes, Placements.on_refusal
+    hand_over, find_late = Placements.hand_over, PendingOrders.find_late
+    receive, receive_of_all = WorkerLink.receive, WorkerGroup.receive
+    num_heartbeats = Counter[Workers]()
+    late_since = WeakKeyDictionary[PendingOrders, tuple[tuple[int, float] | None, float]]()
 
     def note_refused(placements: Placements, link: SchedulerLink, error: QuireError, request: LiveRequest) -> None:
         """Checks that a refusal by a draining scheduler is not counted as a submission: the request tries again."""
@@ -493,6 +548,35 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
             report(AssertionError("a gateway looks for blocks under other names than schedulers give them"))
         return names
 
+    def note_handed_over(placements: Placements, earlier: LiveRequest, live: LiveRequest) -> None:
+        """Checks that a stream that another call continues keeps the model of its tokens."""
+        hand_over(placements, earlier, live)
+        if live.num_generated_tokens and UNKNOWN_MODEL != earlier.model != live.model:
+            report(AssertionError(f"{live.request.request_id} has another model than the call that it continues"))
+
+    async def note_heartbeat(link: WorkerLink) -> WorkerAnswer | None:
+        answer = await receive(link)
+        num_heartbeats[link] += answer is None
+        return answer
+
+    async def note_common_heartbeat(group: WorkerGroup) -> WorkerAnswer | None:
+        """Checks that each rank has sent a heartbeat for each heartbeat of the group."""
+        answer = await receive_of_all(group)
+        num_heartbeats[group] += answer is None
+        if answer is None and num_heartbeats[group] > min(num_heartbeats[each] for each in group._links):
+            report(AssertionError("a group of ranks counts as alive, and a rank is silent"))
+        return answer
+
+    def find_late_twice(orders: PendingOrders, now: float) -> tuple[int, float] | None:
+        """Checks that a late order was found late before, so that its answer had time to be read."""
+        late, oldest = find_late(orders, now), next(iter(orders._sent_at.items()), None)
+        before, since = late_since.get(orders, (None, now))
+        is_late = oldest is not None and now - max(oldest[1], orders._oldest_since) > orders._timeout_s
+        late_since[orders] = oldest if is_late else None, since if before == oldest else now
+        if late is not None and now - late_since[orders][1] <= LAST_LOOK_S:
+            report(AssertionError(f"order {late[0]} counts as late at the first look"))
+        return late
+
     def note_aborted(placements: Placements, live: LiveRequest) -> None:
         if live.request.durable and live.replica is not None:
             _RELEASED.add((live.replica, live.request.nonce))
@@ -502,6 +586,10 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
     with (
         patch.object(Placements, "abort", note_aborted),
         patch.object(Placements, "on_refusal", note_refused),
+        patch.object(Placements, "hand_over", note_handed_over),
+        patch.object(PendingOrders, "find_late", find_late_twice),
+        patch.object(WorkerLink, "receive", note_heartbeat),
+        patch.object(WorkerGroup, "receive", note_common_heartbeat),
         patch.object(routing, "prompt_hashes", name),
         patch.object(step_loop, "WorkerHangsError", CheckedHangsError),
         patch.object(sequence, "TokenGapError", MissedTokenError),
@@ -637,6 +725,7 @@ class Watch:
         found |= dict.fromkeys(self._useless_leases(), self.patience_s)
         found |= dict.fromkeys(self._cancelled_runs(now, gateways, tables), _HEARD_S)
         found |= dict.fromkeys(self._overcounted(gateways), _IDLE_S)
+        found |= dict.fromkeys(self._prepared_on(gateways), 0.0)
         found |= dict.fromkeys(self._computed_on(gateways, tables), self._abort_s)
         found |= dict.fromkeys(self._without_usage(gateways), _USAGE_S)
         self._since = {what: self._since.get(what, now) for what in found}
@@ -794,6 +883,14 @@ class Watch:
                 if len(caller.account._running) > num_running and not self.running[host].is_stopped:
                     yield f"{host} counts requests of {caller.tenant} that are over"
 
+    def _prepared_on(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
+        """Tenants whose prompts count as being prepared after all of them were submitted."""
+        for host, gateway in gateways.items():
+            if not (gateway._ledger._num_arriving or self.running[host].is_stopped):
+                preparing = {live.request.tenant for live in gateway._ledger if not live.is_prepared}
+                counted = gateway._generator.preparations._num_requests
+                yield from (f"{host} takes prompts of {each} to be prepared" for each in counted.keys() - preparing)
+
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps, but that a gateway takes to be draining, so that they get no new requests."""
         for host, gateway in gateways.items():
@@ -832,7 +929,8 @@ class Watch:
     def _misread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Durations in messages that the receiver misreads."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
-            if host in self.loops and not self._is_disturbed(host, gateway_host):
+            # A rival is in no such table.
+            if host in self.loops.keys() & self.running.keys() and not self._is_disturbed(host, gateway_host):
                 address, grace_s = self.address_of(host), self.reconnect_grace_s
                 yield from misread_by_gateway(gateway, address, self.loops[host], table, grace_s)
 
