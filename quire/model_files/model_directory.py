@@ -63,6 +63,11 @@ _ARCHITECTURES = {
     "solar_open": "SolarOpenForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "minicpm3": "MiniCPM3ForCausalLM",
+    "youtu": "YoutuForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())
