@@ -11,10 +11,10 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from gateway.replicas.cache_messages import CachedBlocks
 from gateway.replicas.events import EventBatch, Welcome, event_batch_from, welcome_from
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.request_messages import submit_message
-from gateway.replicas.routing import CachedBlocks
 from gateway.replicas.sequence import TokenGapError
 from gateway.turns import Turns
 from quire.model_files.progress import LoadProgress

@@ -13,9 +13,9 @@ import pytest_asyncio
 from gateway.api.grpc.gateway_messages import options_of_chat, options_of_generate
 from gateway.offload import FairExecutor
 from gateway.replicas import request_messages
+from gateway.replicas.cache_messages import CachedBlocks
 from gateway.replicas.events import EventBatch, event_batch_from, welcome_from
 from gateway.replicas.ledger import Ledger
-from gateway.replicas.routing import CachedBlocks
 from gateway.request.limits import limits_of
 from gateway.request.parameters import CallParameters
 from gateway.request.prepare import prepare

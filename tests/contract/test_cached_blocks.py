@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.replicas.routing import CachedBlocks, prompt_hashes
+from gateway.replicas.cache_messages import CachedBlocks
+from gateway.replicas.routing import prompt_hashes
 from quire.messages.prefix_hashes import root_hash, short
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.service import cache_changes

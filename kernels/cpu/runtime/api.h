@@ -35,7 +35,7 @@ struct OpenMp {
 struct AttentionArgs {
   void* output;                    // [T, Hq, D] contiguous
   const void* query;               // [T, Hq, D]
-  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, or int8 lines instead of D; [1, ...] of latents
+  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, 1 for 2 of latents, int8 lines for D
   const int32_t* block_tables;     // [R, table_width]
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]

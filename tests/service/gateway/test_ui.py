@@ -116,7 +116,7 @@ async def test_a_service_is_killed_from_the_page_only_in_a_demonstration(open_pa
 
 
 async def test_a_page_gets_the_load_of_the_time_before_it_was_opened(scheduler, monkeypatch):
-    monkeypatch.setattr("gateway.api.ui.history._INTERVAL_S", 0.05)
+    monkeypatch.setattr("gateway.api.ui.feed._SAMPLE_INTERVAL_S", 0.05)
     async with running_gateway(scheduler) as running:
         await asyncio.sleep(0.5)
         [(_, history)] = [each for each in await events_of(running.http, "/ui/feed", "history") if each[0] == "history"]

@@ -124,9 +124,9 @@ class NamingBlocks(BlockManager):
     def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
         """Checks that blocks that come from host memory, and evicted blocks that go there, are counted once."""
         host, counts = self.host, self.host.counts
-        before = len(host._in) - counts.from_host, len(host._out) - counts.to_host
+        before = len(host.loading) - counts.from_host, len(host.saving) - counts.to_host
         blocks = super().more_cached(sequence, shared)
-        if (len(host._in) - counts.from_host, len(host._out) - counts.to_host) != before:
+        if (len(host.loading) - counts.from_host, len(host.saving) - counts.to_host) != before:
             report(AssertionError("blocks that come from host memory or go there are not counted, or others are"))
         return blocks
 

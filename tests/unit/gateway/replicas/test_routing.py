@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.replicas.cache_messages import CachedBlocks
 from gateway.replicas.routing import (
-    CachedBlocks,
     Candidate,
     Found,
     Router,
