@@ -69,11 +69,11 @@ def _experts(experts: str, router: str, *, shared: str = "mlp.shared_experts", *
     }
 
 
-# Separate in files, and one tensor in transformers.
 _OF_GRANITE_MOE = _OF_LLAMA | _experts(
     "block_sparse_moe.experts",
     "block_sparse_moe.router.layer",
-    shared="shared_mlp",
+    ffn_gate_shexp="shared_mlp.input_linear.gate",
+    ffn_up_shexp="shared_mlp.input_linear.up",
     ffn_down_shexp="shared_mlp.output_linear",
 )
 _NORM_BEFORE_MLP = {"post_attention_norm": "post_attention_layernorm"}
@@ -151,7 +151,7 @@ WITHOUT_KIND = ("self_attn.sinks", "e_score_correction_bias")
 ROWS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row, which files have as vectors."""
 JOINED = {
-    "shared_mlp.input_linear.weight": ("shared_mlp.gate_proj.weight", "shared_mlp.up_proj.weight"),
+    "shared_mlp.input_linear.weight": ("shared_mlp.input_linear.gate.weight", "shared_mlp.input_linear.up.weight"),
     "self_attn.kv_b_proj.weight": ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"),
 }
-"""Tensors that files have in two parts, by the ends of their names."""
+"""Tensors that files have in two parts, by the ends of their names; the parts have names only here."""

@@ -4,7 +4,8 @@ Numbers of experts are taken from the shapes of their tensors, so that a damaged
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from quire.model_files.gguf_config import (
     FIRST_CONFIGS,
@@ -63,7 +64,8 @@ def _layer_types(fields: GgufFields, period: int) -> _Config:
 # Experts
 
 
-class _Experts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Experts:
     """The numbers of experts.
 
     Attributes:

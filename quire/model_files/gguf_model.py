@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.model_files.gguf_config import num_layers
 from quire.model_files.gguf_families import CONFIGS
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.model_files.gguf_tokenizer import ENDS_OF_TURNS, tokenizer_of
@@ -112,12 +113,14 @@ def _config(fields: GgufFields) -> dict[str, Any]:
 
 def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
     """Takes sizes and counts from the tensors, so that a damaged number does not exhaust memory."""
-    width, num_layers = fields.size("embedding_length"), fields.size("block_count")
+    width = fields.size("embedding_length")
     if width != embedding.shape[1]:
         raise fields.error(f"embedding_length is {width}, and {_EMBEDDING} has {embedding.shape[1]} columns")
     numbers = {name.split(".")[1] for name in fields.header.tensors if name.startswith("blk.")}
-    if len(numbers) != num_layers or str(num_layers - 1) not in numbers:
-        raise fields.error(f"block_count is {num_layers}, and it has the tensors of {len(numbers)} layers")
+    # Files may lack the last layers, which draft tokens.
+    count = fields.size("block_count")
+    if len(numbers) not in (num_layers(fields), count) or str(len(numbers) - 1) not in numbers:
+        raise fields.error(f"block_count is {count}, and it has the tensors of {len(numbers)} layers")
     heads = fields.size("attention.head_count")
     tensors = fields.header.tensors
     queries = (tensors.get(f"blk.0.{name}.weight") for name in ("attn_q", "attn_qkv", "attn_q_b"))
