@@ -283,7 +283,7 @@ def _apart(
         elif ".norms." in name:
             yield name.replace(".norms", ""), data
         elif "input_linear" in name:
-            # Of all experts, or of the one that all tokens have.
+            # It has all experts of the layer, or the one that all tokens have.
             whole = "block_sparse_moe.input_linear" if data.ndim == 3 else "shared_mlp.input_linear"
             parts = experts if data.ndim == 3 else "mlp.shared_expert."
             for part, rows in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=-2), strict=True):
