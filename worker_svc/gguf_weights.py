@@ -21,6 +21,18 @@ from kernels.packed_weight import CodedWeight, Coding
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.runtime.processors import num_processors
 from quire.runtime.settings import ConfigurationError
+from worker_svc.gguf_names import (
+    JOINED,
+    LAYERS,
+    NAMES,
+    NORMS_FROM_1,
+    OF_CONFIGURATION,
+    ROTATED,
+    ROTATES_NEIGHBOURS,
+    ROWS,
+    TRANSPOSED,
+    WITHOUT_KIND,
+)
 
 _CHUNK_ELEMENTS = 1 << 22
 _MAX_EXPERTS = 1 << 14
@@ -30,78 +42,8 @@ _CODINGS = {coding.value for coding in Coding}
 
 _BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<base>ffn_\w+)\.(?P<number>\d+)")
-_OF_LLAMA = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Converters may merge these tensors into one (--fuse-qkv, --fuse-gate-up-exps), which has their rows in this order.
 _FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
-# "*" is the number of an expert; all are one tensor in the file.
-_OF_MIXTRAL = _OF_LLAMA | {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
-    "ffn_down_exps": "block_sparse_moe.experts.*.w2",
-    "ffn_up_exps": "block_sparse_moe.experts.*.w3",
-}
-_OF_QWEN_WITH_EXPERTS = _OF_LLAMA | {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.*.gate_proj",
-    "ffn_up_exps": "mlp.experts.*.up_proj",
-    "ffn_down_exps": "mlp.experts.*.down_proj",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_OF_GEMMA_2 = _OF_LLAMA | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_OF_PHI_3 = _OF_LLAMA | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-_OF_GPT2 = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-    "attn_norm": "ln_1",
-    "attn_qkv": "attn.c_attn",
-    "attn_output": "attn.c_proj",
-    "ffn_norm": "ln_2",
-    "ffn_up": "mlp.c_fc",
-    "ffn_down": "mlp.c_proj",
-}
-_NAMES = {
-    "llama": _OF_MIXTRAL,
-    "mistral": _OF_MIXTRAL,
-    **dict.fromkeys(("qwen2", "qwen3", "qwen2vl", "qwen3vl"), _OF_LLAMA),
-    "qwen2moe": _OF_QWEN_WITH_EXPERTS,
-    "qwen3moe": _OF_QWEN_WITH_EXPERTS,
-    "gemma": _OF_LLAMA,
-    "gemma2": _OF_GEMMA_2,
-    "gemma3": _OF_GEMMA_2,
-    "phi3": _OF_PHI_3,
-    "gpt2": _OF_GPT2,
-}
-# Their numbers are part of the configuration.
-_OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_LAYERS = {"gpt2": "transformer.h"}
-_TRANSPOSED = re.compile(r"(attn|mlp)\.c_\w+\.weight")
-_ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-# For these, a file has the factors of norms, and transformers has the factors minus 1.
-_GEMMA = ("gemma", "gemma2", "gemma3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +109,70 @@ class GgufWeight:
         return torch.from_numpy(result).view(shape)
 
 
-def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, GgufWeight]:
+@dataclass(frozen=True, slots=True)
+class JoinedWeight:
+    """A tensor of transformers that the file has in two, with the attributes of `GgufWeight`."""
+
+    first: GgufWeight
+    second: GgufWeight
+
+    @property
+    def file(self) -> Path:
+        """The file of the first part."""
+        return self.first.file
+
+    @property
+    def name(self) -> str:
+        return self.first.name
+
+    @property
+    def dtype(self) -> str:
+        return self.first.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape, other = self.first.shape, self.second.shape
+        if len(shape) == 3:
+            # The keys' part of each head is transposed.
+            return (shape[0] * (shape[2] + other[1]), shape[1])
+        return (shape[0] + other[0], *shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.first.num_bytes + self.second.num_bytes
+
+    def read(self) -> torch.Tensor:
+        """As `GgufWeight.read`."""
+        first, second = self.first.read(), self.second.read()
+        if first.dim() == 3:
+            first = first.transpose(1, 2)
+        joined = torch.cat((first, second.to(first.dtype)), dim=first.dim() - 2)
+        return joined.reshape(self.shape)
+
+    def coded(self) -> None:
+        return None
+
+
+def _fit(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether tensors of these shapes are parts of one, as in `JoinedWeight`."""
+    return len(first) == len(second) > 1 and first[0] == second[0] and first[1] == second[-1]
+
+
+def _join(found: Mapping[str, GgufWeight]) -> dict[str, GgufWeight | JoinedWeight]:
+    """The tensors with one in place of two for each of `JOINED`."""
+    joined: dict[str, GgufWeight | JoinedWeight] = dict(found)
+    for whole, (first, second) in JOINED.items():
+        for name in [name for name in found if name.endswith(first)]:
+            other = name.removesuffix(first) + second
+            one, two = found[name], found.get(other)
+            if two is None or not _fit(one.shape, two.shape):
+                raise ConfigurationError(f"{one.file}: tensor {one.name} lacks its other part, or does not fit to it")
+            del joined[name], joined[other]
+            joined[name.removesuffix(first) + whole] = JoinedWeight(one, two)
+    return joined
+
+
+def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, GgufWeight | JoinedWeight]:
     """The tensors of a file, or of all parts of the model, by the names of transformers. A `header` was read already.
 
     Raises:
@@ -177,8 +182,10 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
     layout, scales = _Layout(header), _scales(header)
     found: dict[str, GgufWeight] = {}
     for tensor in header.tensors.values():
-        if tensor.name in _OF_CONFIGURATION or tensor.name.endswith((".scale", ".input_scale")):
+        if tensor.name in OF_CONFIGURATION or tensor.name.endswith((".scale", ".input_scale")):
             # The last two belong to weights in NVFP4.
+            continue
+        if layout.is_of_drafts(tensor):
             continue
         kind, num_bytes = _kind_of(tensor), _num_bytes(tensor)
         of_scale = tensor.name.removesuffix(".weight") + ".scale"
@@ -193,11 +200,10 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
             factor = scale[part.expert if len(scale) > 1 else 0]
             arrange, has_rows = _scaled(part.arrange, factor), factor == 1 and not part.is_transposed
             shape = part.shape[::-1] if part.is_transposed else part.shape
-            if part.name.endswith("shared_expert_gate.weight"):
-                # A matrix of one row, which converters may have made a vector.
+            if part.name.endswith(ROWS):
                 shape = (1, part.shape[-1])
             found[part.name] = GgufWeight(tensor.name, kind.name, shape, part_bytes, stored, arrange, has_rows)
-    return found
+    return _join(found)
 
 
 def _num_bytes(tensor: GgufTensor) -> int:
@@ -277,7 +283,7 @@ class _Part:
 
     @property
     def is_transposed(self) -> bool:
-        return _TRANSPOSED.search(self.name) is not None
+        return TRANSPOSED.search(self.name) is not None
 
 
 class _Layout:
@@ -286,21 +292,34 @@ class _Layout:
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
         self._architecture = header.metadata.get("general.architecture", "")
-        self._names = _NAMES.get(self._architecture, {})
+        self._names = NAMES.get(self._architecture, {})
+        self._first_of_drafts = self._layers_of_model()
+
+    def is_of_drafts(self, tensor: GgufTensor) -> bool:
+        """Whether it is of the layers after the model's, which draft tokens."""
+        block = _BLOCK.fullmatch(tensor.name)
+        return block is not None and self._first_of_drafts is not None and int(block["number"]) >= self._first_of_drafts
+
+    def _layers_of_model(self) -> int | None:
+        """None if the file has no layers that draft tokens."""
+        if f"{self._architecture}.nextn_predict_layers" not in self._header.metadata:
+            return None
+        fields = GgufFields(self._header)
+        return fields.size("block_count") - fields.own("nextn_predict_layers", int, "a whole number")
 
     def parts(self, tensor: GgufTensor) -> Iterator[_Part]:
         """The parts of a tensor: one; several if it has all experts, or if a converter has merged tensors.
         ConfigurationError if its name is not known."""
         block = _BLOCK.fullmatch(tensor.name)
         base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
-        prefix = "" if block is None else f"{_LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
+        prefix = "" if block is None else f"{LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
         bases = _FUSED[base] if base in _FUSED and base not in self._names else (base,)
         names = [self._name(each) for each in bases]
         if kind not in ("weight", "bias") or None in names:
             raise self._error(tensor, f"is not known in models of {self._architecture}")
         shares, experts, shape = self._shares(bases), 1, tensor.shape
         if "*" in str(names[0]):
-            if len(shape) != 3 or shape[0] > _MAX_EXPERTS:
+            if len(shape) not in (2, 3) or shape[0] > _MAX_EXPERTS:
                 raise self._error(tensor, f"has shape {list(shape)}, which does not fit experts")
             experts, shape = shape[0], shape[1:]
         if shape[0] % sum(shares):
@@ -309,7 +328,7 @@ class _Layout:
             first = expert * shape[0]
             for each, name, share in zip(bases, names, shares, strict=True):
                 num_rows = shape[0] * share // sum(shares)
-                full_name = prefix + f"{name}.{kind}".replace("*", str(expert))
+                full_name = prefix + self._full_name(name, kind).replace("*", str(expert))
                 arrange = self._arrangement(each, full_name)
                 yield _Part(full_name, (num_rows, *shape[1:]), first, num_rows, experts * shape[0], expert, arrange)
                 first += num_rows
@@ -319,6 +338,10 @@ class _Layout:
             # Files of before 2024 have a tensor for each expert.
             return self._names[f"{expert['base']}_exps"].replace("*", expert["number"])
         return self._names.get(base)
+
+    @staticmethod
+    def _full_name(name: str | None, kind: str) -> str:
+        return name if name is not None and name.endswith(WITHOUT_KIND) else f"{name}.{kind}"
 
     def _shares(self, bases: Sequence[str]) -> Sequence[int]:
         if len(bases) == 3:
@@ -331,14 +354,14 @@ class _Layout:
         return fields.size(f"attention.{name}", fields.size("attention.head_count"))
 
     def _arrangement(self, base: str, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        if _TRANSPOSED.search(name):
+        if TRANSPOSED.search(name):
             return lambda stored: stored.T
-        if self._architecture in ("llama", "mistral") and base in _ROTATED:
-            heads = self._heads(_ROTATED[base])
+        if self._architecture in ROTATES_NEIGHBOURS and base in ROTATED:
+            heads = self._heads(ROTATED[base])
             return lambda stored: _split_halves(stored, heads)
-        if self._architecture in _GEMMA and base.endswith("_norm"):
+        if self._architecture in NORMS_FROM_1 and name.endswith("norm.weight"):
             return lambda stored: stored - 1
-        if base == "ffn_gate_inp_shexp":
+        if name.endswith(ROWS):
             return lambda stored: stored.view(1, -1)
         return lambda stored: stored
 

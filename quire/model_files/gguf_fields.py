@@ -8,8 +8,9 @@ from typing import Any
 
 import tokenizers
 
+from quire.model_files.gguf_config import llama_3_factors
 from quire.model_files.gguf_header import GgufFields, GgufHeader
-from quire.model_files.gguf_model import SAMPLING, describe, llama_3_factors
+from quire.model_files.gguf_model import SAMPLING, describe
 from quire.model_files.gguf_tokenizer import SPLIT_NAMES, tokenizer_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError

@@ -22,16 +22,51 @@ _NUMBERS = {
     "attention.head_count_kv": ("num_key_value_heads",),
     "attention.key_length": ("head_dim",),
     "attention.sliding_window": ("sliding_window",),
-    "expert_count": ("num_local_experts", "num_experts"),
-    "expert_used_count": ("num_experts_per_tok",),
+    "attention.q_lora_rank": ("q_lora_rank",),
+    "attention.kv_lora_rank": ("kv_lora_rank",),
+    "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "expert_group_count": ("n_group",),
+    "expert_group_used_count": ("topk_group",),
+    "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
+    "interleave_moe_layer_step": ("moe_layer_interval",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-_ARCHITECTURES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3"}
+_FACTORS = {
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.scale": ("attention_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+    "residual_scale": ("residual_multiplier",),
+    "logit_scale": ("logits_scaling", "logit_scale"),
+    "attention.clamp_kqv": ("clip_qkv",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+}
+_ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "granitemoeshared": "granitemoe",
+    "olmo3": "olmo2",
+    "glm": "chatglm",
+    "glm4_moe": "glm4moe",
+    "solar_open": "glm4moe",
+    "cohere": "command-r",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "gpt_oss": "gpt-oss",
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
+    "minimax_m2": "minimax-m2",
+}
 """Architectures whose name is not the type of the model."""
+_PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee")
+_SIGMOIDS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "minimax_m2")
 _MOST_LAYERS = 8
-_EXPERT = re.compile(r"(.*experts)\.\d+\.(.*)")
+_EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms))\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -49,6 +84,7 @@ def write_gguf(
     template: str | None = None,
     tensors_per_part: int = 0,
     fused: bool = False,
+    merged_latents: bool = False,
 ) -> Path:
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
@@ -56,6 +92,8 @@ def write_gguf(
         quantization: type of matrices, or a function of a matrix's name in the file; vectors stay float32.
         further: additional or changed metadata, by whole keys; "rope" are the factors of rotations.
         fused: joins tensors as the converter's --fuse-qkv and --fuse-gate-up-exps do.
+        merged_latents: writes latent attention as the converter did before 2025: the layer that makes keys and values
+            in one tensor, and sizes of heads.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type: str = config["model_type"]
@@ -72,16 +110,27 @@ def write_gguf(
             value = 4 * config["n_embd"]
         if value is not None:
             writer.add_uint32(f"{architecture}.{key}", value)
-    if architecture == "gpt2":
-        writer.add_layer_norm_eps(config["layer_norm_epsilon"])
-    else:
+    if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+        writer.add_layer_norm_eps(next((config[name] for name in names if name in config), 1e-5))
+    if architecture != "gpt2":
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _add_rotation(writer, architecture, config)
-    for name in _CAPS:
-        if config.get(name) is not None:
-            writer.add_float32(f"{architecture}.{name}", config[name])
+    for key, names in _FACTORS.items():
+        value = next((config[name] for name in names if config.get(name) is not None), None)
+        if value is not None:
+            writer.add_float32(f"{architecture}.{key}", value)
+    if model_type in _SIGMOIDS:
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.get("norm_topk_prob") and model_type not in ("deepseek_v2", "qwen3_moe"):
+        writer.add_expert_weights_norm(True)
+    if "sliding_attention" in config.get("layer_types", ()) and architecture in ("olmo2", "exaone4"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture == "deepseek2":
+        _add_latents(writer, config, merged_latents)
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
@@ -98,6 +147,7 @@ def write_gguf(
         kinds[type(value)](key, value)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    config["merged_latents"] = merged_latents
     tensors = dict(_stored_tensors(architecture, directory, config, quantization))
     for name, (data, raw) in (_fuse(tensors) if fused else tensors).items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
@@ -109,18 +159,42 @@ def write_gguf(
 
 
 def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
-    """The rotation of Phi-3: of a part of each head, with factors for short and long texts."""
+    """The part of each head that turns, YaRN, and Phi-3's factors for short and long texts."""
     rope = config.get("rope_parameters") or {}
-    if (share := rope.get("partial_rotary_factor")) is not None:
-        head_dim = config["hidden_size"] // config["num_attention_heads"]
-        writer.add_rope_dimension_count(int(head_dim * share))
+    rope = rope.get("full_attention", rope)
+    share = rope.get("partial_rotary_factor")
+    if share is not None or config.get("rotary_dim") is not None:
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        writer.add_rope_dimension_count(config["rotary_dim"] if share is None else int(head_dim * share))
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        if "mscale_all_dim" in rope:
+            unit = 0.1 if architecture == "deepseek2" else 1.0
+            writer.add_rope_scaling_yarn_log_mul(unit * rope["mscale_all_dim"])
+        if "llama_4_scaling_beta" in rope:
+            writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type") != "longrope":
         return
-    length, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+    length, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
     writer.add_rope_scaling_orig_ctx_len(original)
     writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(length / original) / math.log(original)))
     for kind in ("long", "short"):
         writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def _add_latents(writer: gguf.GGUFWriter, config: dict[str, Any], merged: bool) -> None:
+    """The sizes of latent attention, which is as wide as latents in llama.cpp, except in old files."""
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    sizes = {"attention.key_length": key, "attention.value_length": value, "rope.dimension_count": rotated}
+    if not merged:
+        sizes |= {f"{name}_mla": size for name, size in sizes.items() if name.startswith("attention")}
+        sizes |= {"attention.key_length": rank + rotated, "attention.value_length": rank, "attention.head_count_kv": 1}
+    for key, value in sizes.items():
+        writer.kv_data[0].pop(f"deepseek2.{key}", None)
+        writer.add_uint32(f"deepseek2.{key}", value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
@@ -175,16 +249,16 @@ def _stored_tensors(
     """Names and contents as in the file, with the type of each quantized tensor."""
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = _names_in_files(kind)
-    for name, data in _tensors(directory):
+    for name, data in _apart(architecture, config, _tensors(directory)):
         base, _, suffix = name.rpartition(".")
         stored = table.get_name(base)
         assert stored is not None, name
         if architecture == "gpt2" and name.endswith(_TRANSPOSED):
             data = np.ascontiguousarray(data.T)
-        if architecture == "llama" and "_proj" in name and (".q_proj" in name or ".k_proj" in name):
+        if architecture in _PERMUTED and (".q_proj" in name or ".k_proj" in name):
             heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             data = data + 1
         raw = None
         if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and "gate_inp" not in stored:
@@ -194,6 +268,40 @@ def _stored_tensors(
             else:
                 data, raw = quantization(stored, data)
         yield f"{stored}.{suffix}", (data, raw)
+
+
+def _apart(
+    architecture: str, config: dict[str, Any], tensors: Iterator[tuple[str, np.ndarray]]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors with names and in parts that the converter has."""
+    experts = "mlp.experts."
+    for name, data in tensors:
+        if name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), data.reshape(-1)
+        elif name.endswith("sinks"):
+            yield f"{name}.weight", data
+        elif ".norms." in name:
+            yield name.replace(".norms", ""), data
+        elif "input_linear" in name:
+            # It has all experts of the layer, or the one that all tokens have.
+            whole = "block_sparse_moe.input_linear" if data.ndim == 3 else "shared_mlp.input_linear"
+            parts = experts if data.ndim == 3 else "mlp.shared_expert."
+            for part, rows in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=-2), strict=True):
+                yield name.replace(whole, f"{parts}{part}"), rows
+        elif architecture == "gpt-oss" and experts in name:
+            *_, last = name.split(".")
+            data = data if "bias" in last else data.swapaxes(1, 2)
+            kind = "bias" if "bias" in last else "weight"
+            parts = {"gate_proj": data[:, ::2], "up_proj": data[:, 1::2]} if "gate" in last else {"down_proj": data}
+            for part, rows in parts.items():
+                yield name.replace(last, f"{part}.{kind}"), rows
+        elif "kv_b_proj" in name and not config["merged_latents"]:
+            of_heads = data.reshape(config["num_attention_heads"], -1, data.shape[-1])
+            keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
+            yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), values
+        else:
+            yield name, data
 
 
 def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:

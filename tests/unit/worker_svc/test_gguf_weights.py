@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
-from tests.support.models import Family, edit_config, make_model, make_tokenizer, randomize
+from tests.support.models import NATIVE, Family, edit_config, make_model, make_tokenizer, randomize
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.models.registry import load_model
@@ -42,8 +43,8 @@ def make(directory: Path, family: str):
     """A model of the family, written to the directory."""
     if family in ("llama", "gpt2"):
         return make_model(directory, {"llama": "llama-gqa-untied-32", "gpt2": "gpt2-tied-32"}[family])
-    if family in FURTHER:
-        return make_model(directory, FURTHER[family])
+    if family in FURTHER | OTHERS:
+        return make_model(directory, (FURTHER | OTHERS)[family])
     config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
         family
     ]
@@ -85,9 +86,44 @@ FURTHER = {
 }
 
 
+SHAPED = ("layer_types", "sliding_window", "use_sliding_window")
+
+
+def without(name: str, *fields: str, **changes: Any) -> Family:
+    """A model of `NATIVE` without some fields, which no file has."""
+    family = NATIVE[name]
+    return replace(family, fields={key: each for key, each in family.fields.items() if key not in fields} | changes)
+
+
+# Files have the same layers with windows as all models of these families.
+FOUR_LAYERS = {"num_hidden_layers": 4, "sliding_window": 20, "layer_types": None}
+OTHERS = {
+    **{
+        name: NATIVE[name]
+        for name in (
+            *("granite", "granite-moe", "granite-moe-shared", "seed-oss", "olmo", "olmo2", "olmo3-alternating"),
+            *("glm", "glm4", "glm4-moe", "solar-open-moe", "exaone4", "exaone4-alternating", "cohere"),
+            *("cohere-head-norms", "stablelm", "stablelm-parallel", "stablelm-head-norms", "ernie4.5", "ernie4.5-moe"),
+            *("hunyuan-moe", "gpt-oss-moe", "minimax-m2", "nemotron", "arcee", "jais2"),
+            *("deepseek-v2", "deepseek-v2-grouped", "deepseek-v3", "deepseek-v3-yarn", "glm4-moe-lite", "youtu"),
+        )
+    },
+    "olmoe": without("olmo-clamped-moe", "norm_topk_prob"),
+    "smollm3": without("smollm3", *SHAPED),
+    "ministral3": without("ministral3", *SHAPED),
+    "cohere2": Family("Cohere2", FOUR_LAYERS, num_calls=4),
+    "starcoder2": Family("Starcoder2", {"sliding_window": None}),
+    "hunyuan-dense": Family("HunYuanDenseV1", {"head_dim": 16}),
+    "phi-moe": NATIVE["phi-moe"],
+    "dots1": without("dots1-moe", *SHAPED),
+}
+"""Families that only Quire's own decoder runs from a file."""
+
+
 @pytest.mark.parametrize(
     ("family", "model_impl"),
     [
+        *((family, "auto") for family in OTHERS),
         *((family, "auto") for family in ("llama", "qwen2", "qwen3", "gpt2", *FURTHER)),
         *((family, "transformers") for family in FURTHER),
     ],
@@ -112,6 +148,55 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     if model_impl == "transformers":
         assert read[0] == (0, read[-1][1])
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3-yarn"])
+def test_old_files_have_the_layer_of_keys_and_values_in_one_tensor(tmp_path: Path, family: str) -> None:
+    make(tmp_path / "model", family)
+    new = gguf_weights(write_gguf(tmp_path / "n.gguf", tmp_path / "model"))
+    old = gguf_weights(write_gguf(tmp_path / "o.gguf", tmp_path / "model", merged_latents=True))
+    assert {"blk.0.attn_k_b.weight", "blk.0.attn_kv_b.weight"} <= {
+        weight.name for weight in (*new.values(), *old.values())
+    }
+    assert ModelDirectory.open(tmp_path / "o.gguf").config == ModelDirectory.open(tmp_path / "n.gguf").config
+    assert new.keys() == old.keys()
+    for name, weight in old.items():
+        assert (new[name].shape, new[name].num_bytes) == (weight.shape, weight.num_bytes), name
+        assert torch.equal(new[name].read(), weight.read()), name
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_layers_that_draft_tokens_are_left_out(tmp_path: Path, has_drafts: bool) -> None:
+    make(tmp_path / "model", "glm4-moe")
+    plain = write_gguf(tmp_path / "plain.gguf", tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    if has_drafts:
+        save_file({**load_file(weights), "model.layers.2.eh_proj.weight": torch.ones(64, 128)}, weights)
+    numbers = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", further=numbers)
+    assert ModelDirectory.open(file).config == ModelDirectory.open(plain).config
+    assert gguf_weights(file).keys() == gguf_weights(plain).keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "further", "problem"),
+    [
+        ("deepseek-v2", {"deepseek2.expert_weights_norm": True}, "normalized weights are not read"),
+        ("deepseek-v2", {"deepseek2.rope.dimension_count": 40}, "rope.dimension_count is 40, of keys of 40 dimensions"),
+        ("deepseek-v3", {"deepseek2.expert_used_count": 5}, "expert_used_count is 5, more than the 4 experts"),
+        ("glm4-moe", {"glm4moe.expert_gating_func": 1}, "its experts are not chosen by sigmoids (expert_gating_func)"),
+        ("glm4-moe", {"glm4moe.nextn_predict_layers": 2}, "nextn_predict_layers is 2, of 2 layers"),
+        ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries for 4"),
+        ("ministral3", {"mistral3.rope.scaling.type": "none"}, "is read only with a rotation of the type yarn"),
+    ],
+)
+def test_what_a_family_does_not_have_is_refused(
+    tmp_path: Path, family: str, further: dict[str, Any], problem: str
+) -> None:
+    make(tmp_path / "model", family)
+    with pytest.raises(ConfigurationError) as caught:
+        ModelDirectory.open(write_gguf(tmp_path / "m.gguf", tmp_path / "model", further=further))
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
