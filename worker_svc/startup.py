@@ -47,6 +47,8 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
 from worker_svc.pool_setup import kv_namespace, make_pool, memory_of_each_rank, open_disk_tier
 from worker_svc.protocol.stream import Worker
+from worker_svc.quantized_module import ExpandedWeight
+from worker_svc.quantized_weights import read_quantized_weights, with_mxfp4_experts
 from worker_svc.sampling.constraints import RowMatchers, TemplateCache
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
@@ -288,7 +290,17 @@ def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: W
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         return
     width = 1 if quantization is Quantization.INT8_DYNAMIC else dtype.itemsize
-    stored = Checkpoint.of_model(described).tensors.values()
+    checkpoint = with_mxfp4_experts(Checkpoint.of_model(described), described)
+    stored = read_quantized_weights(checkpoint, described).tensors.values()
+    expanded = [each for each in stored if isinstance(each, ExpandedWeight)]
+    if expanded:
+        _logger.warning(
+            "%s: weights in %s are expanded when they are read: %s in the files take %s of memory",
+            described.path,
+            ", ".join(sorted({each.coding for each in expanded})),
+            shown_bytes(sum(each.num_bytes for each in expanded)),
+            shown_bytes(sum(math.prod(each.shape) for each in expanded) * width),
+        )
     # Codes take the size that they have in the file, or more; codes of GGUF files stay codes only with bfloat16.
     has_codes = described.gguf is None or dtype == torch.bfloat16
     sizes = (
