@@ -26,6 +26,15 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "Gemma3ForCausalLM": _GEMMA_2,
     "Qwen3ForCausalLM": {"head_dim": 128},
 }
+_DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+# Families whose tokens have one line in the pool, which is key and value, with the defaults of its two parts.
+_LATENTS: Mapping[str, Mapping[str, int]] = {
+    "DeepseekV2ForCausalLM": _DEEPSEEK,
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
+    "MiniCPM3ForCausalLM": {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+    "YoutuForCausalLM": _DEEPSEEK,
+}
 _MAX_HEADER_BYTES = 100_000_000
 
 
@@ -113,7 +122,7 @@ def _read(name: str, path: Path) -> _Model:
         described, files = ModelDirectory.open(path), weight_files(path)
         format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
         size = sum(file.stat().st_size for file in files)
-        kv_bytes = _kv_bytes({**_LEFT_OUT.get(described.architecture, {}), **described.config})
+        kv_bytes = _kv_bytes(described)
         return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes)
     except (ConfigurationError, OSError) as error:
         return _Model(name, str(path), problem=str(error))
@@ -148,8 +157,11 @@ def _of_safetensors(files: Sequence[Path]) -> tuple[str, int]:
     return max(elements, key=elements.__getitem__, default="-"), sum(elements.values())
 
 
-def _kv_bytes(config: Mapping[str, Any]) -> int | None:
-    """Bytes of 1,000 tokens; None if the configuration does not determine them, as with latent attention."""
+def _kv_bytes(described: ModelDirectory) -> int | None:
+    """Bytes of 1,000 tokens; None if the configuration does not determine them, as with the latent attention of a model
+    that runs through transformers' code."""
+    latents = _LATENTS.get(described.architecture)
+    config = {**(latents or _LEFT_OUT.get(described.architecture, {})), **described.config}
 
     def first(*names: str) -> Any:
         return next((config[name] for name in names if config.get(name)), None)
@@ -162,7 +174,12 @@ def _kv_bytes(config: Mapping[str, Any]) -> int | None:
     size, kv_heads = first("head_dim"), first("num_key_value_heads") or heads
     if size is None and isinstance(width, int) and isinstance(heads, int):
         size = width // heads
+    lines = 2
+    if "kv_lora_rank" in config:
+        rank, rotated = first("kv_lora_rank"), first("qk_rope_head_dim")
+        size = rank + rotated if latents and isinstance(rank, int) and isinstance(rotated, int) else None
+        lines = kv_heads = 1
     # The file may have any values.
-    if "kv_lora_rank" in config or not all(isinstance(each, int) and each > 0 for each in (layers, kv_heads, size)):
+    if not all(isinstance(each, int) and each > 0 for each in (layers, kv_heads, size)):
         return None
-    return 2 * layers * kv_heads * size * _FLOAT_BYTES.get(str(first("dtype", "torch_dtype")), 2) * _KV_TOKENS
+    return lines * layers * kv_heads * size * _FLOAT_BYTES.get(str(first("dtype", "torch_dtype")), 2) * _KV_TOKENS

@@ -33,6 +33,7 @@ from quire.model_files.adapter_files import (
 from quire.model_files.model_directory import name_within
 from quire.runtime import clock
 from worker_svc.layers.experts import Experts
+from worker_svc.layers.latent_attention import LatentProjections
 from worker_svc.layers.linear import Linear
 from worker_svc.models.base import CausalLM, NativeCausalLM
 
@@ -73,6 +74,7 @@ class AdapterSlots:
             linear.accept_adapters(model.token_slots, max_adapters, max_rank)
         parts = (part for linear in self._linears for part in linear.adapted_modules)
         self._shapes = {name: shape[:2] for part in parts for name, shape in part.items()}
+        self._projections = {each.name for each in model.modules() if isinstance(each, LatentProjections)}
         # The adapter of each slot; torch's tables hold a copy of it.
         self._adapted: list[tuple[Linear, ...]] = [()] * max_adapters
         self._num_bytes = [0] * max_adapters
@@ -161,7 +163,11 @@ class AdapterSlots:
         name = prefixed if prefixed in self._shapes else name
         shape = self._shapes.get(name)
         if shape is None:
-            why = "routed experts take none" if ".experts." in name else "the adapter is of another one"
+            why = "the adapter is of another one"
+            if ".experts." in name:
+                why = "routed experts take none"
+            elif self._projections & {name, prefixed}:
+                why = "latent attention never computes its outputs"
             raise UnusableAdapterError(
                 f"adapter {adapter.directory} adapts {name}, which is no linear layer of this model "
                 f"({self._architecture}) that takes adapters: {why}"

@@ -66,6 +66,7 @@ class LatentProjections(Loadable):
 
     def __init__(self, name: str, config: LatentConfig, num_heads: int, placement: Placement) -> None:
         super().__init__()
+        self.name = name
         self._config, self._num_heads, self._placement = config, num_heads, placement
         outputs = num_heads * (config.unrotated_dim + config.value_dim)
         self._spec = TensorSpec(f"{name}.weight", (outputs, config.rank))

@@ -192,7 +192,7 @@ def head_dim_of(hidden_size: int, num_heads: int) -> int:
     return hidden_size // num_heads
 
 
-# No field has more. JSON can hold numbers that a float cannot, not even as a product of two.
+# No field has more, and none above 0 has less. JSON can hold numbers that a float cannot, not even as a product of two.
 _MAX_NUMBER = 1e30
 
 
@@ -217,7 +217,7 @@ class ConfigFields:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_NUMBER:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 1 / _MAX_NUMBER < value < _MAX_NUMBER:
             raise self.error(name, value, "a number above 0")
         return float(value)
 

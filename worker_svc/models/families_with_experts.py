@@ -13,6 +13,7 @@ from worker_svc.models.family_parts import (
     NO_BIASES,
     Families,
     Values,
+    by_layer_types,
     deepseek_experts,
     num_chosen,
     plain_experts,
@@ -233,12 +234,7 @@ def _experts_by_number(values: Values, config: DecoderConfig) -> ExpertsConfig:
     """`deepseek_experts` by other names of the numbers, and in the sparse layers of `mlp_layer_types`."""
     names = {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"}
     fields = ConfigFields({**values, **{name: values[other] for name, other in names.items()}})
-    experts, types = deepseek_experts(fields, config), values.get("mlp_layer_types")
-    if types is None:
-        return experts
-    if not isinstance(types, list) or len(types) != config.num_layers:
-        raise fields.error("mlp_layer_types", types, f"{config.num_layers} of dense and sparse")
-    return replace(experts, dense_layers=frozenset(index for index, each in enumerate(types) if each == "dense"))
+    return by_layer_types(deepseek_experts(fields, config), fields, config)
 
 
 @WITH_EXPERTS.add(

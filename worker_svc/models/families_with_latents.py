@@ -6,7 +6,7 @@ from worker_svc.layers.experts import Scoring
 from worker_svc.layers.latent_attention import LatentConfig
 from worker_svc.models.base import ConfigFields, head_dim_of
 from worker_svc.models.decoder import DecoderConfig
-from worker_svc.models.family_parts import Families, Values, deepseek_experts
+from worker_svc.models.family_parts import Families, Values, by_layer_types, deepseek_experts
 
 WITH_LATENTS = Families()
 
@@ -85,13 +85,8 @@ def _deepseek_v2(values: Values) -> DecoderConfig:
 )
 def _glm4_moe_lite(values: Values) -> DecoderConfig:
     """GLM-4.7-Flash: DeepSeek V3, whose layers with experts may be listed in `mlp_layer_types`."""
-    config, types = _deepseek_v3(values), values.get("mlp_layer_types")
-    if types is None or config.experts is None:
-        return config
-    if not isinstance(types, list) or [each for each in types if each not in ("dense", "sparse")]:
-        raise ConfigFields(values).error("mlp_layer_types", types, "a list of dense and sparse")
-    dense = frozenset(index for index, each in enumerate(types) if each == "dense")
-    return replace(config, experts=replace(config.experts, dense_layers=dense))
+    config, fields = _with_latents(values), ConfigFields(values)
+    return replace(config, experts=by_layer_types(deepseek_experts(fields, config), fields, config))
 
 
 @WITH_LATENTS.add(
@@ -129,11 +124,9 @@ def _youtu(values: Values) -> DecoderConfig:
 def _minicpm3(values: Values) -> DecoderConfig:
     """Latent attention, with factors on embeddings, on outputs of layers and on logits."""
     fields = ConfigFields(values)
-    values = {
-        **values,
-        "v_head_dim": values.get("v_head_dim")
-        or head_dim_of(fields.integer("hidden_size"), fields.integer("num_attention_heads")),
-    }
+    if values.get("v_head_dim") is None:
+        head_dim = head_dim_of(fields.integer("hidden_size"), fields.integer("num_attention_heads"))
+        values = {**values, "v_head_dim": head_dim}
     config = _with_latents(values)
     depth = fields.optional_number("scale_depth") if "scale_depth" in values else 1.4
     base = fields.optional_number("dim_model_base") if "dim_model_base" in values else 256.0

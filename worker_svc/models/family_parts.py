@@ -7,6 +7,7 @@ from typing import Any
 from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig, DecoderFamily
+from worker_svc.models.rope import MAX_TABLE_LENGTH
 
 Values = Mapping[str, Any]
 NO_BIASES: Values = {"attention_bias": False, "mlp_bias": False}
@@ -65,13 +66,19 @@ def deepseek_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConf
     chosen_groups = fields.integer("topk_group", 1)
     if count % num_groups or count < 2 * num_groups or chosen_groups > num_groups:
         raise fields.error("n_group", num_groups, f"groups of at least 2 of {count} experts, {chosen_groups} or more")
+    chosen = num_chosen(fields, config, count, None)
+    if chosen > count // num_groups * chosen_groups:
+        raise fields.error(
+            "num_experts_per_tok", chosen, f"at most the experts of {chosen_groups} of {num_groups} groups"
+        )
     num_shared = fields.integer("n_shared_experts", 1, minimum=0)
+    num_dense = min(fields.integer("first_k_dense_replace", 0, minimum=0), config.num_layers)
     return ExpertsConfig(
         count=count,
-        num_chosen=num_chosen(fields, config, count, None),
+        num_chosen=chosen,
         inner_size=inner_size,
         normalized=fields.flag("norm_topk_prob", True),
-        dense_layers=frozenset(range(fields.integer("first_k_dense_replace", 0, minimum=0))),
+        dense_layers=frozenset(range(num_dense)),
         scoring=Scoring.SIGMOID,
         correction="gate.e_score_correction_bias",
         num_groups=num_groups,
@@ -80,6 +87,21 @@ def deepseek_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConf
         shared_inner_size=num_shared * inner_size or None,
         shared="mlp.shared_experts",
     )
+
+
+def by_layer_types(experts: ExpertsConfig, fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
+    """`experts` in the sparse layers of `mlp_layer_types`; as they are without `mlp_layer_types`.
+
+    Raises:
+        ConfigurationError: an unknown type of layer, or types of another number of layers.
+    """
+    types = fields.values.get("mlp_layer_types")
+    if types is None:
+        return experts
+    known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
+    if not known or len(types) != config.num_layers:
+        raise fields.error("mlp_layer_types", types, f"{config.num_layers} of dense and sparse")
+    return replace(experts, dense_layers=frozenset(index for index, each in enumerate(types) if each == "dense"))
 
 
 def with_windows(config: DecoderConfig, fields: ConfigFields, is_sliding: Callable[[int], bool]) -> DecoderConfig:
@@ -116,8 +138,10 @@ def windows_of_layers(
 
 
 def window_of(fields: ConfigFields) -> int | None:
-    """The field `sliding_window`."""
-    return None if fields.values.get("sliding_window") is None else fields.integer("sliding_window")
+    """The field `sliding_window`, at most the length of the longest sequence: kernels take no larger numbers."""
+    if fields.values.get("sliding_window") is None:
+        return None
+    return min(fields.integer("sliding_window"), MAX_TABLE_LENGTH)
 
 
 def with_two_rotations(

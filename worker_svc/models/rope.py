@@ -17,6 +17,7 @@ from worker_svc.models.base import ConfigFields, RotationByLength
 # More positions than any model has. It bounds the memory that a wrong configuration can allocate.
 MAX_TABLE_LENGTH = 1 << 24
 MAX_HEAD_DIM = 1 << 12
+_MAX_TABLE_NUMBERS = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,10 @@ class RopeConfig:
             raise self.fields.error("max_position_embeddings", num_positions, expected)
         if self.head_dim > MAX_HEAD_DIM:
             raise self.fields.error("head_dim", self.head_dim, f"at most {MAX_HEAD_DIM}")
+        if num_positions * self.head_dim > _MAX_TABLE_NUMBERS:
+            longest = _MAX_TABLE_NUMBERS // self.head_dim
+            expected = f"at most {longest} for head size {self.head_dim}, or a --max-model-len of that"
+            raise self.fields.error("max_position_embeddings", num_positions, expected)
         positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
         inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self, num_positions)
         angles = positions * inverse_frequencies

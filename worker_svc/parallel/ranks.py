@@ -23,7 +23,7 @@ class Shard:
 
     @property
     def size(self) -> int:
-        return len(range(self.start, self.end, self.step))
+        return max(0, -(-(self.end - self.start) // self.step))
 
     @property
     def slice(self) -> slice:

@@ -11,10 +11,11 @@ from quire.model_files.hub import cached
 from quire.model_files.model_directory import HubName
 from quire.model_files.model_source import resolve_model
 from quire_cli.main import main
-from quire_cli.models import _LEFT_OUT
+from quire_cli.models import _LATENTS, _LEFT_OUT
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model
 from worker_svc.models.decoder import DecoderFamily
+from worker_svc.models.families_with_latents import WITH_LATENTS
 from worker_svc.models.registry import FAMILIES
 
 TINY = {
@@ -129,3 +130,16 @@ def test_keys_of_a_model_whose_configuration_leaves_out_its_heads(
         served = family.read_config({})
         found = {"num_attention_heads": served.num_heads, "num_key_value_heads": served.num_kv_heads}
         assert assumed.items() <= (found | {"head_dim": served.head_dim}).items()
+
+
+def test_a_token_has_one_line_with_latent_attention(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("minicpm3", "deepseek-v32"):
+        make_model(tmp_path / name, name)
+    assert main(["models", "--json", str(tmp_path)]) == 0
+    # Of V3.2, which runs through transformers' code, it is unknown.
+    assert [each["kv_bytes"] for each in json.loads(capsys.readouterr().out)[1:]] == [None, 2 * (32 + 8) * 4 * 1000]
+    assert _LATENTS.keys() == WITH_LATENTS.keys()
+    for architecture, assumed in _LATENTS.items():
+        assert sum(assumed.values()) == WITH_LATENTS[architecture].read_config({"num_experts_per_tok": 2}).head_dim

@@ -352,3 +352,11 @@ def test_files_of_another_digest_are_refused(make: Callable[[str], Made]) -> Non
     _, slots = made.load()
     with pytest.raises(UnusableAdapterError, match="have changed"):
         slots.load(made.adapters[0], read_adapter(made.adapters[1]).digest)
+
+
+def test_adapter_of_the_projections_of_latents_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "deepseek-v3")
+    adapter = make_adapter(tmp_path / "adapter", model, targets=("o_proj", "kv_b_proj"))
+    slots = AdapterSlots(load_model(tmp_path / "model", device=CPU, dtype=torch.float32), 1, 8)
+    with pytest.raises(UnusableAdapterError, match=r"kv_b_proj, .*: latent attention never computes its outputs"):
+        slots.load(adapter, read_adapter(adapter).digest)

@@ -134,6 +134,8 @@ def test_bad_directory_is_refused_with_one_line(spoil: Callable[[Path], object],
         ({"hidden_size": 10**31}, "expected an integer of at most 1e+30"),
         ({"head_dim": 1 << 20}, "head_dim is 1048576; expected at most 4096"),
         ({"rms_norm_eps": 10**400}, "0000; expected a number above 0"),
+        ({"vocab_size": 10**29}, "config.json asks for [100000000000000000000000000000, 128]"),
+        ({"head_dim": 4096, "max_position_embeddings": 1 << 20}, "expected at most 262144 for head size 4096, or a"),
         ({"num_hidden_layers": 3}, "tensor model.layers.2.input_layernorm.weight is missing"),
     ],
 )
@@ -141,6 +143,40 @@ def test_configuration_that_cannot_be_served_is_refused(fields: dict[str, Any], 
     edit_config(directory, **fields)
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         load(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("deepseek-v3", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3; expected at most the experts of 1 of 2"),
+        ("deepseek-v3", {"n_group": 3}, "n_group is 3; expected groups of at least 2 of 4 experts"),
+        (
+            "glm4-moe-lite",
+            {"mlp_layer_types": ["dense"]},
+            "mlp_layer_types is ['dense']; expected 2 of dense and sparse",
+        ),
+        ("exaone-moe", {"mlp_layer_types": ["dense", "x"]}, "expected 2 of dense and sparse"),
+        ("minicpm3", {"v_head_dim": 0}, "v_head_dim is 0; expected an integer of at least 1"),
+        ("granite", {"residual_multiplier": 1e-200}, "residual_multiplier is 1e-200; expected a number above 0"),
+        # Experts begin after the last layer.
+        ("deepseek-v3", {"first_k_dense_replace": 10**12}, "tensor model.layers.1.mlp.gate_proj.weight is missing"),
+    ],
+)
+def test_contradictory_configuration_is_refused(
+    name: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    make_model(tmp_path, name)
+    edit_config(tmp_path, **{"n_group": 2, **fields})
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("window", [1 << 31, 1 << 63, 10**29])
+def test_window_of_more_tokens_than_any_sequence_has_hides_none(window: int, tmp_path: Path) -> None:
+    make_model(tmp_path, "mistral-full-tied")
+    expected = logits(load(tmp_path))
+    edit_config(tmp_path, sliding_window=window)
+    assert torch.equal(logits(load(tmp_path)), expected)
 
 
 def test_nothing_is_read_before_all_is_checked(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
