@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import reference
+from kernels.cpu.experts import HeldTable, PackedExperts
 from kernels.cpu.library import (
     DTYPES,
     SCORES_SIGMOID,
@@ -35,7 +36,6 @@ from kernels.cpu.library import (
     ShrinkArgs,
     SiluArgs,
 )
-from kernels.cpu.experts import HeldTable, PackedExperts
 from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.cpu.packing import (
     Empty,
