@@ -467,7 +467,7 @@ class CpuKernels:
         return weights, chosen
 
     def pack_experts(self, inner: Sequence[Factor], down: Sequence[Factor]) -> PackedExperts:
-        return PackedExperts(*(self._table(factors) for factors in (inner, down)), inner[0].weight, down[0].weight)
+        return PackedExperts(self._table(inner), self._table(down), inner[0].weight, down[0].weight)
 
     def _table(self, factors: Sequence[Factor]) -> HeldTable:
         held = tuple((each.weight, contiguous(each.bias)) for each in factors)
@@ -487,21 +487,22 @@ class CpuKernels:
         shared_gate: torch.Tensor | None,
     ) -> torch.Tensor:
         tokens, x_scales = self._tokens_for(experts.inner_weight, x)
-        weights, chosen, shared, shared_gate = (contiguous(each) for each in (weights, chosen, shared, shared_gate))
+        weights, chosen = weights.contiguous(), chosen.contiguous()
+        shared, shared_gate = contiguous(shared), contiguous(shared_gate)
         output = self._empty((x.shape[0], experts.down_weight.out_features), x.dtype)
         arguments = ExpertsArgs(
             output=output.data_ptr(),
             x=tokens.data_ptr(),
             x_scales=address(x_scales),
-            chosen=address(chosen),
-            weights=address(weights),
+            chosen=chosen.data_ptr(),
+            weights=weights.data_ptr(),
             shared=address(shared),
             shared_gate=address(shared_gate),
             inner=experts.inner.address,
             down=experts.down.address,
             dtype=DTYPES[x.dtype],
             num_tokens=x.shape[0],
-            num_chosen=0 if chosen is None else chosen.shape[1],
+            num_chosen=chosen.shape[1],
             num_experts=experts.count,
             x_stride=tokens.stride(0),
         )
