@@ -1,4 +1,4 @@
-"""What a layer of experts consists of, and how a router chooses among them."""
+"""The products of an expert, and the rule by which a router chooses experts."""
 
 from dataclasses import dataclass
 

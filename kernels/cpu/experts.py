@@ -29,7 +29,7 @@ class PackedExperts:
     inner: HeldTable
     down: HeldTable
     inner_weight: PackedWeight
-    """Of the first expert; the others have the same shape."""
+    """The first expert's; the others have the same shape."""
     down_weight: PackedWeight
 
     @property

@@ -245,8 +245,8 @@ struct ProductArgs {
 // How a router's outputs become scores.
 enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
 
-// A router's choice of experts for each token: those with the highest scores, or sums of score and correction, the best
-// first. Groups of neighbours are chosen first, by the sum of their best members, where there are several groups.
+// A router's choice of experts for each token: the experts with the highest scores, or sums of score and correction,
+// the best first. Groups of neighbours are chosen first, by the sum of their best members, where there are several groups.
 struct ChooseArgs {
   int64_t* chosen;          // [T, num_chosen]
   float* weights;           // [T, num_chosen]

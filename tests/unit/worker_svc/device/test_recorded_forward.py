@@ -107,7 +107,7 @@ WITH_EXPERTS = [
 OF_TORCH = ("cohere-head-norms", "stablelm-head-norms", "arcee", "nemotron", "jais2")
 EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe", "gpt-oss-moe")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]
-# torch pads inner features of MLPs that all tokens have: in bfloat16 those of several families, in float32 of this one.
+# torch pads the inner features of MLPs that all tokens have: in bfloat16 for several families, in float32 for this one.
 PADDED_IN_FLOAT32 = "qwen2-moe-sliding-sparse"
 RECORDED_IN_FLOAT32 = [name for name in WITH_EXPERTS if name not in (*EXPERTS_OF_TORCH, PADDED_IN_FLOAT32)]
 
