@@ -47,8 +47,10 @@ from kernels.checks import (
     check_write,
 )
 from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.experts import PackedExperts
 from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
+from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Quantization
 
 
@@ -496,6 +498,93 @@ def head_products_into(x: torch.Tensor, weights: Sequence[PackedWeight], out: to
         return
     for head, weight in enumerate(weights):
         out[:, head] = product(x[:, head], weight)
+
+
+def can_choose_experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there is a `choose_experts` of outputs of this dtype on such a device."""
+    return dtype in (torch.float32, torch.bfloat16) and isinstance(implementation_for(device), CpuKernels)
+
+
+def choose_experts(
+    outputs: torch.Tensor, rule: ChoiceRule, correction: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A router's choice of experts for each token. `can_choose_experts` is true.
+
+    Args:
+        outputs: [T, experts], of the router, float32 or bfloat16.
+        correction: [experts] float32, added to the scores when experts are chosen.
+
+    Returns:
+        Weights [T, chosen] float32 of each token's experts, the best first, and their numbers [T, chosen] int64.
+    """
+    check_shape("outputs", outputs, (None, None))
+    if correction is not None:
+        check_shape("correction", correction, (outputs.shape[1],))
+        check_dtype("correction", correction, torch.float32)
+    if not 0 < rule.num_chosen <= outputs.shape[1]:
+        raise ValueError(f"{rule.num_chosen} of {outputs.shape[1]} experts are to be chosen")
+    kernels = implementation_for(outputs.device)
+    if not isinstance(kernels, CpuKernels):
+        raise ValueError(f"outputs is on {outputs.device}, where no experts are chosen")
+    return kernels.choose_experts(outputs, rule, correction)
+
+
+def pack_experts(inner: Sequence[Factor], down: Sequence[Factor]) -> PackedExperts | None:
+    """The products of all experts for `experts`; None if they are not of one shape, or their device has none."""
+    shapes = {each.shape for each in inner}, {each.shape for each in down}
+    if any(len(each) != 1 for each in shapes) or len(inner) != len(down):
+        return None
+    first, last = inner[0].weight, down[0].weight
+    if last.gated or last.in_features != first.width or first.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if (first.dtype, first.quantization) != (last.dtype, last.quantization):
+        return None
+    kernels = {id(each): each for each in (_products_for(factor.weight) for factor in (*inner, *down))}
+    (*others, found) = kernels.values()
+    return found.pack_experts(inner, down) if isinstance(found, CpuKernels) and not others else None
+
+
+def experts(
+    x: torch.Tensor,
+    packed: PackedExperts,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The weighted sum of each token's experts, bit for bit as by `product` one by one.
+
+    Outputs of experts have the dtype of x. They are multiplied with their weights and added in float32, in the order of
+    the choice, and the sum is rounded once. Experts that no token has are not read.
+
+    Args:
+        x: [T, in], of the dtype of the experts' weights.
+        weights, chosen: as from `choose_experts`.
+        shared: [T, out] of that dtype, added last.
+        shared_gate: [T, 1] of that dtype: the sigmoid is the weight of `shared`. None for 1.
+
+    Returns:
+        [T, out] of the dtype of x.
+
+    Raises:
+        IndexError: `chosen` names an expert that there is not.
+    """
+    check_shape("x", x, (None, packed.inner_weight.in_features))
+    check_dtype("x", x, packed.inner_weight.dtype)
+    check_shape("chosen", chosen, (x.shape[0], None))
+    check_dtype("chosen", chosen, torch.int64)
+    check_shape("weights", weights, tuple(chosen.shape))
+    check_dtype("weights", weights, torch.float32)
+    if shared is not None:
+        check_shape("shared", shared, (x.shape[0], packed.down_weight.out_features))
+        check_dtype("shared", shared, x.dtype)
+    if shared_gate is not None:
+        check_shape("shared_gate", shared_gate, (x.shape[0], 1))
+        check_dtype("shared_gate", shared_gate, x.dtype)
+    kernels = implementation_for(x.device)
+    if not isinstance(kernels, CpuKernels):
+        raise ValueError(f"x is on {x.device}, where experts are not multiplied together")
+    return kernels.experts(x, packed, weights, chosen, shared, shared_gate)
 
 
 def takes_addends(weight: PackedWeight) -> bool:

@@ -9,8 +9,11 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import reference
+from kernels.cpu.experts import HeldTable, PackedExperts
 from kernels.cpu.library import (
     DTYPES,
+    SCORES_SIGMOID,
+    SCORES_SOFTMAX,
     SLOT_BYTES,
     STORED_BF12,
     STORED_CODED,
@@ -19,7 +22,9 @@ from kernels.cpu.library import (
     AllReduceArgs,
     AttentionArgs,
     CacheSlots,
+    ChooseArgs,
     DrawArgs,
+    ExpertsArgs,
     Heads,
     LookUpArgs,
     NormArgs,
@@ -45,6 +50,7 @@ from kernels.cpu.packing import (
     stored_as,
 )
 from kernels.draw_rules import DrawRules
+from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 
@@ -422,30 +428,86 @@ class CpuKernels:
     ) -> None:
         """Tokens [T, padded_in] by a weight, into output [T, width], which may be some columns of more. `number` is the
         weight's in the table of `shrunk`."""
-        arguments = ProductArgs(
-            output=output.data_ptr(),
-            x=tokens.data_ptr(),
-            weight=weight.data.data_ptr(),
-            bias=address(bias),
-            scales=address(weight.scales),
-            x_scales=address(x_scales),
-            dtype=DTYPES[weight.dtype],
-            stored=stored_as(weight),
-            output_dtype=DTYPES[output.dtype],
-            activation=(_GATES if weight.gated else _ACTIVATIONS)[activation],
-            num_tokens=tokens.shape[0],
-            out_features=weight.out_features,
-            in_features=weight.padded_in,
-            x_stride=tokens.stride(0),
-            output_stride=output.stride(0),
-            grouping=grouping_args(weight.grouping),
-        )
+        arguments = _product_args(weight, bias, activation, output.dtype)
+        arguments.output, arguments.output_stride = output.data_ptr(), output.stride(0)
+        arguments.x, arguments.x_stride = tokens.data_ptr(), tokens.stride(0)
+        arguments.x_scales, arguments.num_tokens = address(x_scales), tokens.shape[0]
         if shrunk is not None:
             products, slots, table = shrunk
             arguments.shrunk, arguments.shrunk_stride = products.data_ptr(), products.stride(0)
             arguments.parts, arguments.slots = table.address(number), slots.data_ptr()
             arguments.num_slots, arguments.num_parts = table.num_slots, table.num_parts
         self._library.call(Operation.PRODUCT, arguments)
+
+    def choose_experts(
+        self, outputs: torch.Tensor, rule: ChoiceRule, correction: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, correction = dense(outputs), contiguous(correction)
+        num_tokens, num_experts = outputs.shape
+        shape = (num_tokens, rule.num_chosen)
+        weights, chosen = self._empty(shape, torch.float32), self._empty(shape, torch.int64)
+        arguments = ChooseArgs(
+            chosen=chosen.data_ptr(),
+            weights=weights.data_ptr(),
+            outputs=outputs.data_ptr(),
+            correction=address(correction),
+            dtype=DTYPES[outputs.dtype],
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+            num_chosen=rule.num_chosen,
+            output_stride=outputs.stride(0),
+            scoring=SCORES_SIGMOID if rule.sigmoid else SCORES_SOFTMAX,
+            normalized=rule.normalized,
+            num_groups=rule.num_groups,
+            num_chosen_groups=rule.num_chosen_groups,
+            group_members=rule.group_members,
+            scale=rule.scale,
+        )
+        self._library.call(Operation.CHOOSE, arguments)
+        return weights, chosen
+
+    def pack_experts(self, inner: Sequence[Factor], down: Sequence[Factor]) -> PackedExperts:
+        return PackedExperts(self._table(inner), self._table(down), inner[0].weight, down[0].weight)
+
+    def _table(self, factors: Sequence[Factor]) -> HeldTable:
+        held = tuple((each.weight, contiguous(each.bias)) for each in factors)
+        arguments = (
+            _product_args(weight, bias, factor.activation, weight.dtype)
+            for factor, (weight, bias) in zip(factors, held, strict=True)
+        )
+        return HeldTable((ProductArgs * len(held))(*arguments), held)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        experts: PackedExperts,
+        weights: torch.Tensor,
+        chosen: torch.Tensor,
+        shared: torch.Tensor | None,
+        shared_gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        tokens, x_scales = self._tokens_for(experts.inner_weight, x)
+        weights, chosen = weights.contiguous(), chosen.contiguous()
+        shared, shared_gate = contiguous(shared), contiguous(shared_gate)
+        output = self._empty((x.shape[0], experts.down_weight.out_features), x.dtype)
+        arguments = ExpertsArgs(
+            output=output.data_ptr(),
+            x=tokens.data_ptr(),
+            x_scales=address(x_scales),
+            chosen=chosen.data_ptr(),
+            weights=weights.data_ptr(),
+            shared=address(shared),
+            shared_gate=address(shared_gate),
+            inner=experts.inner.address,
+            down=experts.down.address,
+            dtype=DTYPES[x.dtype],
+            num_tokens=x.shape[0],
+            num_chosen=chosen.shape[1],
+            num_experts=experts.count,
+            x_stride=tokens.stride(0),
+        )
+        self._library.call(Operation.EXPERTS, arguments)
+        return output
 
     def draw(
         self, logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]
@@ -495,6 +557,24 @@ class CpuKernels:
         )
         self._library.call(Operation.ALL_GATHER, arguments)
         return output
+
+
+def _product_args(
+    weight: PackedWeight, bias: torch.Tensor | None, activation: str, output_dtype: torch.dtype
+) -> ProductArgs:
+    """The arguments that do not depend on tokens; the bias is contiguous."""
+    return ProductArgs(
+        weight=weight.data.data_ptr(),
+        bias=address(bias),
+        scales=address(weight.scales),
+        dtype=DTYPES[weight.dtype],
+        stored=stored_as(weight),
+        output_dtype=DTYPES[output_dtype],
+        activation=(_GATES if weight.gated else _ACTIVATIONS)[activation],
+        out_features=weight.out_features,
+        in_features=weight.padded_in,
+        grouping=grouping_args(weight.grouping),
+    )
 
 
 def _same_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:

@@ -41,6 +41,8 @@ _CODED = {
 }
 STORED_CODED = {coding: number for number, coding in enumerate(_CODED.values(), start=3)}
 """The numbers of coded weights in the enum StoredAs."""
+SCORES_SOFTMAX, SCORES_SIGMOID = range(2)
+"""The enum Scoring."""
 PANEL, WORDS_OF_BLOCK = 32, 16
 """Columns of a panel of a packed weight, and words of a column in a block of it."""
 BF12_GROUP, BF12_GROUP_BYTES, BF12_HEAD_BYTES, BF12_EXCEPTION_BYTES = 128, 192, 64, 8
@@ -57,6 +59,8 @@ _CONSTANTS = {
     "kInt8": STORED_INT8,
     "kBf12": STORED_BF12,
     **{name: STORED_CODED[coding] for name, coding in _CODED.items()},
+    "kSoftmax": SCORES_SOFTMAX,
+    "kSigmoid": SCORES_SIGMOID,
     "kPanel": PANEL,
     "kWordsOfBlock": WORDS_OF_BLOCK,
     "Bf12Group::kNumbers": BF12_GROUP,
@@ -167,6 +171,22 @@ class ProductArgs(Arguments):
     )
 
 
+class ChooseArgs(Arguments):
+    _fields_ = (
+        *_pointers("chosen weights outputs correction"),
+        *_integers("dtype threads num_tokens num_experts num_chosen output_stride scoring normalized"),
+        *_integers("num_groups num_chosen_groups group_members"),
+        *_doubles("scale"),
+    )
+
+
+class ExpertsArgs(Arguments):
+    _fields_ = (
+        *_pointers("output x x_scales chosen weights shared shared_gate inner down"),
+        *_integers("dtype threads num_tokens num_chosen num_experts x_stride"),
+    )
+
+
 class DrawArgs(Arguments):
     _fields_ = (
         *_pointers("token_ids highest logits temperature top_k top_p min_score numbers"),
@@ -231,6 +251,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     4: (IndexError, "positions names a position that is not in cos_sin_cache"),
     6: (IndexError, "ids names a row that is not in the weight"),
     7: (IndexError, "slots names a slot that is not in the table of low-rank parts"),
+    8: (IndexError, "chosen names an expert that there is not"),
     5: (MemoryError, "there is not enough memory for the intermediate results of the operation"),
 }
 
@@ -248,6 +269,8 @@ class Operation(Enum):
     ALL_REDUCE = ("all_reduce", 7, "rows")
     ALL_GATHER = ("all_gather", 8, "rows")
     SHRINK = ("shrink", 9, "num_tokens")
+    CHOOSE = ("choose", 10, "num_tokens")
+    EXPERTS = ("experts", 11, "num_tokens")
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

@@ -2,15 +2,20 @@
 
 A step multiplies with the experts that its tokens have chosen, and with no other: the tokens of one expert together, by
 the products that all linear layers have, so experts may be rounded, or coded as a file has them. A token's experts are
-added in float32 in the order of the router's choice, so their sum does not depend on the other tokens.
+added in float32 in the order of the router's choice, so their sum does not depend on the other tokens. On the CPU one
+operation of the library does all this, another one chooses, and both can be recorded.
 """
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import cached_property
 
 import torch
 from torch import nn
 
+from kernels import ops
+from kernels.cpu.experts import PackedExperts
+from kernels.experts import ChoiceRule
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import Numbers
 from worker_svc.layers.linear import Linear, LinearPart, Split
@@ -132,6 +137,15 @@ class Experts(nn.Module):
         super().__init__()
         name = f"{layer}.{config.module}"
         self._config, self._ranks = config, placement.ranks
+        self._rule = ChoiceRule(
+            num_chosen=config.num_chosen,
+            sigmoid=config.scoring is Scoring.SIGMOID,
+            normalized=config.normalized,
+            num_groups=config.num_groups,
+            num_chosen_groups=config.num_chosen_groups,
+            group_members=config.group_members,
+            scale=config.scale,
+        )
 
         def whole(module: str, out_features: int, *, bias: bool = False) -> Linear:
             # A few numbers, whose errors would choose other experts.
@@ -160,19 +174,34 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden]; returns the same shape."""
         weights, chosen = self._choose(x)
+        shared = shared_gate = None
+        if self.shared is not None:
+            shared = self.shared.partial(x)
+            shared_gate = None if self.shared_gate is None else self.shared_gate(x)
+        if self._packed is not None:
+            return self._ranks.sum(ops.experts(x, self._packed, weights, chosen, shared, shared_gate))
         outputs = self._multiply(x, chosen)
         total = x.new_zeros(x.shape, dtype=torch.float32)
         # Products and sums are rounded one by one, as a fused operation of torch would not round them at all places.
         for place in range(self._config.num_chosen):
             total += outputs[:, place].float() * weights[:, place, None]
-        if self.shared is not None:
-            shared = self.shared.partial(x).float()
-            total += shared if self.shared_gate is None else shared * _sigmoid(self.shared_gate(x).float())
+        if shared is not None:
+            total += shared.float() if shared_gate is None else shared.float() * _sigmoid(shared_gate.float())
         return self._ranks.sum(total.to(x.dtype))
+
+    @cached_property
+    def _packed(self) -> PackedExperts | None:
+        """The experts for `ops.experts`; None if they are multiplied one by one. Weights are loaded only once."""
+        factors = [(each.up.factor, each.down.factor) for each in self.experts if isinstance(each, Mlp)]
+        whole = [(up, down) for up, down in factors if up is not None and down is not None]
+        return ops.pack_experts(*zip(*whole, strict=True)) if len(whole) == len(factors) else None
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, num_chosen] float32 of each token's experts, the first chosen first, and their numbers, int64."""
-        config, outputs = self._config, self.router(x).float()
+        config, outputs = self._config, self.router(x)
+        if config.scoring is not Scoring.SPARSE_MIXER and ops.can_choose_experts(outputs.device, outputs.dtype):
+            return ops.choose_experts(outputs, self._rule, None if self.correction is None else self.correction.values)
+        outputs = outputs.float()
         if config.scoring is Scoring.SPARSE_MIXER:
             return _mix_sparsely(outputs, config.num_chosen, config.tolerance)
         scores = _sigmoid(outputs) if config.scoring is Scoring.SIGMOID else outputs.softmax(dim=-1)

@@ -14,6 +14,7 @@ import torch
 
 from kernels import ops
 from kernels.cpu.low_rank import PackedTable
+from kernels.experts import Factor
 from kernels.low_rank import LowRank, LowRankTable, MaskedTable
 from kernels.packed_weight import CodedWeight, Quantization
 from worker_svc.layers.activations import ActivationKind
@@ -215,6 +216,14 @@ class Linear(Loadable):
         """The same, for a layer that is split by inputs, without the partial sums of other ranks."""
         slots = self._token_slots.current
         return self._product(x) if slots is None or self._adapted is None else self._adapted(x, slots)
+
+    @property
+    def factor(self) -> Factor | None:
+        """The product as a factor of `ops.pack_experts`; None if it is more than one, or not by a kernel of ours."""
+        product = self._product
+        if not isinstance(product, OwnProduct) or product.activation is not None or product.output_dtype is not None:
+            return None
+        return Factor(product.weight, product.bias, product.fused)
 
     def accept_adapters(self, token_slots: TokenSlots, num_slots: int, max_rank: int) -> None:
         """Makes room for adapters of at most this rank, when weights are loaded."""

@@ -23,6 +23,7 @@ enum Status : int32_t {
   kNoMemory = 5,
   kBadId = 6,  // an id is not the index of a row
   kBadSlotOfAdapter = 7,
+  kBadExpert = 8,  // a number is not an expert's
 };
 
 // The OpenMP runtime that torch has loaded, as the addresses of three of its functions.
@@ -241,6 +242,51 @@ struct ProductArgs {
   int64_t num_parts;
 };
 
+// How a router's outputs become scores.
+enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
+
+// A router's choice of experts for each token: the experts with the highest scores, or sums of score and correction,
+// the best first. Groups of neighbours are chosen first, by the sum of their best members, where there are several groups.
+struct ChooseArgs {
+  int64_t* chosen;          // [T, num_chosen]
+  float* weights;           // [T, num_chosen]
+  const void* outputs;      // [T, num_experts], of the router
+  const float* correction;  // [num_experts] or null
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_experts;
+  int64_t num_chosen;
+  int64_t output_stride;
+  int64_t scoring;     // a Scoring
+  int64_t normalized;  // whether a token's weights are divided by their sum
+  int64_t num_groups;
+  int64_t num_chosen_groups;
+  int64_t group_members;  // that count for a group
+  double scale;           // of the weights
+};
+
+// The experts of a layer, each two products. The output is the sum of weight * down(inner(x)) over a token's experts, in
+// float and in the order of the choice; outputs of products have the dtype. Only chosen experts are read.
+struct ExpertsArgs {
+  void* output;             // [T, hidden] contiguous
+  const void* x;            // [T, in_features], as `inner` reads it
+  const float* x_scales;    // [T], or null: then inner features are not rounded to int8 either
+  const int64_t* chosen;    // [T, num_chosen]
+  const float* weights;     // [T, num_chosen]
+  const void* shared;       // [T, hidden] contiguous, added last, or null
+  const void* shared_gate;  // [T]: its weight is the sigmoid; null for 1
+  // [num_experts]; tokens, outputs and their strides are not read. All have one shape and dtype.
+  const ProductArgs* inner;
+  const ProductArgs* down;
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_chosen;
+  int64_t num_experts;
+  int64_t x_stride;
+};
+
 // Draws a token for each row.
 struct DrawArgs {
   int64_t* token_ids;   // [rows]
@@ -335,6 +381,8 @@ enum Operation : int64_t {
   kAllReduce = 7,
   kAllGather = 8,
   kShrink = 9,
+  kChoose = 10,
+  kExperts = 11,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
@@ -389,6 +437,8 @@ QUIRE_API int32_t quire_quantize(const quire::Context* context, const quire::Qua
 QUIRE_API int32_t quire_draw(const quire::Context* context, const quire::DrawArgs* args);
 QUIRE_API int32_t quire_shrink(const quire::Context* context, const quire::ShrinkArgs* args);
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
+QUIRE_API int32_t quire_choose(const quire::Context* context, const quire::ChooseArgs* args);
+QUIRE_API int32_t quire_experts(const quire::Context* context, const quire::ExpertsArgs* args);
 // Return when all processes of the group have called them.
 QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);
 QUIRE_API int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args);

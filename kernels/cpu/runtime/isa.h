@@ -140,6 +140,11 @@ struct IsaKernels {
   // Packs blocks begin to end of all tokens in the order in which they are multiplied.
   void (*pack_tokens)(const ProductArgs&, int64_t begin, int64_t end, std::byte* packed);
   int64_t (*packed_bytes)(const ProductArgs&);  // 0: tokens are multiplied as they are
+  // Tokens begin to end: sums of the outputs of their experts. The output of place i of all tokens' places is in row
+  // rows[i] of `outputs`, [T * num_chosen, hidden]. `shared_weights` are [T], or null for 1.
+  ByDtype<void (*)(const ExpertsArgs&, const void* outputs, const int64_t* rows, const float* shared_weights,
+                   int64_t begin, int64_t end)>
+      add_experts;
   // Rows begin to end.
   void (*draw)(const DrawArgs&, int64_t begin, int64_t end, std::byte* scratch);
   int64_t (*draw_scratch)(const DrawArgs&);  // bytes

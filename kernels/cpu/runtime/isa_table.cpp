@@ -20,6 +20,7 @@ void product(const ProductArgs& args, const TokensBySlot& by_slot, int64_t begin
 int64_t product_scratch(const ProductArgs& args);
 void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
 int64_t packed_bytes(const ProductArgs& args);
+extern const decltype(IsaKernels::add_experts) add_experts_kernels;
 void draw(const DrawArgs& args, int64_t begin, int64_t end, std::byte* scratch);
 int64_t draw_scratch(const DrawArgs& args);
 
@@ -28,7 +29,7 @@ IsaKernels kernels() {
           merge_kernels,  rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
           rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
           product,        product_scratch,  pack_tokens,        packed_bytes,
-          draw,           draw_scratch};
+          add_experts_kernels, draw, draw_scratch};
 }
 
 }  // namespace quire::QUIRE_ISA

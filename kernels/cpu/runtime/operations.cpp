@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "attention/attention.h"
+#include "product/experts.h"
 #include "runtime/api.h"
 #include "runtime/exchange.h"
 #include "runtime/isa.h"
@@ -15,31 +16,12 @@
 namespace quire {
 namespace {
 
-// Below this many elements, waking a second thread takes longer than it saves.
-constexpr int64_t kWorthThreads = 1 << 15;
-// The same for elements of weights, whose reading takes the time.
-constexpr int64_t kWorthReading = 1 << 17;
-// The same for bytes of a round through a group's slots.
+// Below this many bytes of a round through a group's slots, waking a second thread takes longer than it saves.
 constexpr int64_t kWorthStripe = 1 << 14;
 // The least number of elements that a thread sums: whole cache lines of any type.
 constexpr int64_t kSumAtOnce = 64;
 
 int64_t size_of(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
-
-int64_t grain(int64_t worth, int64_t elements_of_unit) { return 1 + worth / std::max<int64_t>(elements_of_unit, 1); }
-
-template <class Function>
-class FunctionWork : public Work {
- public:
-  FunctionWork(int64_t units, int64_t grain, int64_t own_bytes, int64_t shared_bytes, Function function)
-      : Work(units, grain, std::numeric_limits<int64_t>::max(), own_bytes, shared_bytes),
-        function_(std::move(function)) {}
-
- private:
-  void run(int64_t begin, int64_t end, const Scratch& scratch) const override { function_(begin, end, scratch); }
-
-  const Function function_;
-};
 
 // A round through the group's slots, in stripes that threads share: first they copy this process's part to its slot,
 // then they read all slots.
@@ -152,6 +134,8 @@ class Operations {
   Status add_draw(const DrawArgs& args);
   Status add_shrink(const ShrinkArgs& args);
   Status add_product(ProductArgs args, const ShrinkArgs* next = nullptr);
+  Status add_choose(const ChooseArgs& args);
+  Status add_experts(const ExpertsArgs& args);
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 
@@ -272,6 +256,18 @@ Status Operations::add_product(ProductArgs args, const ShrinkArgs* next) {
       context_.kernels.product_scratch(args), packed_bytes);
 }
 
+Status Operations::add_choose(const ChooseArgs& args) {
+  return add(
+      args.num_tokens, grain(kWorthThreads, 16 * args.num_experts),
+      [=](int64_t begin, int64_t end, const Scratch& scratch) { choose_experts(args, begin, end, scratch.own); },
+      choose_scratch(args));
+}
+
+Status Operations::add_experts(const ExpertsArgs& args) {
+  add_experts_works(context_.kernels, args, works_);
+  return kOk;
+}
+
 Status Operations::add_all_reduce(const AllReduceArgs& args) {
   const auto kernel = context_.kernels.sum.of[args.dtype];
   const int64_t element = size_of(args.dtype), total = args.rows * args.n, at_once = args.group.slot_bytes / element;
@@ -370,6 +366,10 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
       return operations.add_quantize(args_of(recorded, &QuantizeArgs::rows, run));
     case kShrink:
       return operations.add_shrink(args_of(recorded, &ShrinkArgs::num_tokens, run));
+    case kChoose:
+      return operations.add_choose(args_of(recorded, &ChooseArgs::num_tokens, run));
+    case kExperts:
+      return operations.add_experts(args_of(recorded, &ExpertsArgs::num_tokens, run));
     case kAllReduce:
       return operations.add_all_reduce(args_of(recorded, &AllReduceArgs::rows, run));
     case kAllGather:
@@ -395,8 +395,16 @@ QUIRE_OPERATION(quantize, QuantizeArgs)
 QUIRE_OPERATION(shrink, ShrinkArgs)
 QUIRE_OPERATION(product, ProductArgs)
 QUIRE_OPERATION(draw, DrawArgs)
+QUIRE_OPERATION(choose, ChooseArgs)
 QUIRE_OPERATION(all_reduce, AllReduceArgs)
 QUIRE_OPERATION(all_gather, AllGatherArgs)
+
+int32_t quire_experts(const quire::Context* context, const quire::ExpertsArgs* args) {
+  // In a recording, `choose` has made the numbers.
+  for (int64_t i = 0; i < args->num_tokens * args->num_chosen; ++i)
+    if (args->chosen[i] < 0 || args->chosen[i] >= args->num_experts) return quire::kBadExpert;
+  return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_experts(*args); });
+}
 
 int32_t quire_run(const quire::Context* context, const quire::RunArgs* args) {
   return quire::run_added(*context, args->threads, [&](quire::Operations& all) {

@@ -5,7 +5,9 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "runtime/api.h"
@@ -117,6 +119,29 @@ class Work {
   const int64_t units_, grain_, max_share_;
   const bool is_in_order_;
 };
+
+// A work whose units function(begin, end, scratch) does.
+template <class Function>
+class FunctionWork : public Work {
+ public:
+  FunctionWork(int64_t units, int64_t grain, int64_t own_bytes, int64_t shared_bytes, Function function)
+      : Work(units, grain, std::numeric_limits<int64_t>::max(), own_bytes, shared_bytes),
+        function_(std::move(function)) {}
+
+ private:
+  void run(int64_t begin, int64_t end, const Scratch& scratch) const override { function_(begin, end, scratch); }
+
+  const Function function_;
+};
+
+// Below this many elements, waking a second thread takes longer than it saves.
+inline constexpr int64_t kWorthThreads = 1 << 15;
+// The same for elements of weights, whose reading takes the time.
+inline constexpr int64_t kWorthReading = 1 << 17;
+
+inline int64_t grain(int64_t worth, int64_t elements_of_unit) {
+  return 1 + worth / std::max<int64_t>(elements_of_unit, 1);
+}
 
 using Works = std::vector<std::unique_ptr<Work>>;
 

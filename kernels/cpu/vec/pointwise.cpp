@@ -235,8 +235,37 @@ void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
   }
 }
 
+// A product that is rounded: the compiler must not fuse it with a sum.
+inline Vec rounded(Vec x) {
+  asm("" : "+v"(x.v));
+  return x;
+}
+
+template <class T>
+void add_experts(const ExpertsArgs& args, const void* outputs, const int64_t* rows, const float* shared_weights,
+                 int64_t begin, int64_t end) {
+  const int64_t hidden = args.down->out_features, count = args.num_chosen;
+  for (int64_t token = begin; token < end; ++token) {
+    T* to = static_cast<T*>(args.output) + token * hidden;
+    for_vectors(hidden, [&](int64_t at, auto... lanes) {
+      Vec sum = zero();
+      for (int64_t i = token * count; i < (token + 1) * count; ++i) {
+        const Vec output = load(static_cast<const T*>(outputs) + rows[i] * hidden + at, lanes...);
+        sum = sum + rounded(output * set1(args.weights[i]));
+      }
+      if (args.shared != nullptr) {
+        const Vec shared = load(static_cast<const T*>(args.shared) + token * hidden + at, lanes...);
+        sum = sum + (shared_weights == nullptr ? shared : rounded(shared * set1(shared_weights[token])));
+      }
+      store(to + at, sum, lanes...);
+    });
+  }
+}
+
 }  // namespace
 
+extern const decltype(IsaKernels::add_experts) add_experts_kernels = {
+    {add_experts<float>, add_experts<BF16>, add_experts<F16>}};
 extern const decltype(IsaKernels::rotary) rotary_kernels = {{rotary<float>, rotary<BF16>, rotary<F16>}};
 extern const decltype(IsaKernels::sum) sum_kernels = {{sum<float>, sum<BF16>, sum<F16>}};
 extern const decltype(IsaKernels::quantize) quantize_kernels = {{quantize<float>, quantize<BF16>, quantize<F16>}};

@@ -103,9 +103,13 @@ WITH_EXPERTS = [
     for name, family in NATIVE.items()
     if "moe" in name or name in ("mixtral", "minimax-m2") or "n_routed_experts" in family.fields
 ]
-# torch multiplies by the weights of each head, and squares.
+# torch multiplies by the weights of each head, and squares; it clamps, and chooses among experts by a sparse mixer.
 OF_TORCH = ("cohere-head-norms", "stablelm-head-norms", "arcee", "nemotron", "jais2")
+EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe", "gpt-oss-moe")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]
+# torch pads the inner features of MLPs that all tokens have: in bfloat16 for several families, in float32 for this one.
+PADDED_IN_FLOAT32 = "qwen2-moe-sliding-sparse"
+RECORDED_IN_FLOAT32 = [name for name in WITH_EXPERTS if name not in (*EXPERTS_OF_TORCH, PADDED_IN_FLOAT32)]
 
 
 @needs_library
@@ -174,9 +178,26 @@ def test_a_model_of_other_operations_runs_as_it_is(
     assert make_decodes(model, pool_of(runner), MAX_MODEL_LEN, LIMITS) is None
 
 
-@pytest.mark.parametrize("family", WITH_EXPERTS)
-def test_a_model_with_experts_runs_as_it_is(family: str, directories: Directories) -> None:
-    """Its operations in a step depend on the experts that its tokens choose."""
+@needs_library
+@pytest.mark.parametrize("family", RECORDED_IN_FLOAT32)
+def test_the_choice_of_experts_is_recorded(family: str, directories: Directories) -> None:
+    assert_same_when_recorded(load(directories(family), torch.float32))
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", Quantization)
+def test_experts_are_recorded_too_where_they_are_rounded(quantization: Quantization, directories: Directories) -> None:
+    assert_same_when_recorded(load(directories("qwen3-moe"), quantization=quantization))
+
+
+@needs_library
+def test_decodes_of_a_model_with_experts_are_recorded(directories: Directories) -> None:
+    model = load(directories("qwen3-moe"))
+    assert make_decodes(model, pool_of(make_runner(model)), 2 * MAX_MODEL_LEN, LIMITS) is not None
+
+
+@pytest.mark.parametrize("family", EXPERTS_OF_TORCH)
+def test_a_model_with_experts_that_torch_computes_runs_as_it_is(family: str, directories: Directories) -> None:
     model = load(directories(family))
     pool = pool_of(make_runner(model))
     assert make_forward(model, pool, MAX_MODEL_LEN, LIMITS) is model

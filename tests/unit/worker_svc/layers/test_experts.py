@@ -1,7 +1,9 @@
 """Experts: a token's experts do not depend on the other tokens, and ranks share each expert."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +11,7 @@ from torch import nn
 
 from kernels.packed_weight import Quantization
 from tests.support.cpu_kernels import ISAS
-from worker_svc.layers.experts import Experts, ExpertsConfig, Mlp
-from worker_svc.layers.linear import Linear
+from worker_svc.layers.experts import Experts, ExpertsConfig
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
@@ -90,16 +91,30 @@ def test_a_token_is_the_same_whatever_is_beside_it(dtype: torch.dtype, quantizat
     assert experts(x[:0]).shape == (0, HIDDEN)
 
 
-def test_an_expert_that_no_token_chose_is_not_multiplied_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    experts = make_experts()
-    x = make_tokens(1).expand(4, HIDDEN)
-    seen: list[tuple[nn.Module, int]] = []
-    multiply = Linear.partial
-    monkeypatch.setattr(Linear, "partial", lambda self, x: seen.append((self, x.shape[0])) or multiply(self, x))
-    experts(x)
-    multiplied = [each for each in experts.experts if isinstance(each, Mlp) and (each.down, 4) in seen]
-    assert len(multiplied) == 3
-    assert len(seen) == 2 * 3 + 4  # router, shared expert and its gate
+def test_an_expert_that_no_token_chose_is_not_multiplied_with() -> None:
+    def make_only(chosen: Container[int], spec: TensorSpec) -> torch.Tensor:
+        expert = re.search(r"experts\.(\d+)", spec.name)
+        tensor = make_tensor(spec)
+        return tensor.fill_(torch.nan) if expert is not None and int(expert[1]) not in chosen else tensor
+
+    experts, x = make_experts(), make_tokens(1).expand(4, HIDDEN)
+    _, chosen = experts._choose(x)
+    assert torch.equal(make_experts(make=partial(make_only, chosen[0].tolist()))(x), experts(x))
+    assert make_experts(make=partial(make_only, ()))(x).isnan().all()
+
+
+@needs_library
+@pytest.mark.parametrize("quantization", Quantization)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_together_have_the_bits_of_experts_one_by_one(dtype: torch.dtype, quantization: Quantization) -> None:
+    config = replace(CONFIG, shared_gate=None)
+    together = make_experts(config, dtype=dtype, quantization=quantization)
+    apart = make_experts(config, dtype=dtype, quantization=quantization)
+    assert together._packed is not None
+    apart.__dict__["_packed"] = None
+    for count in (1, 2, 40):
+        x = make_tokens(count, dtype)
+        assert torch.equal(together(x), apart(x))
 
 
 @pytest.mark.parametrize("size", [2, 3])
