@@ -28,6 +28,7 @@ from tests.support.package_files import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from tests.support.quantized_files import Quantize, Tensors, awq, gptq, quantize_model
+from tests.support.tiers import parametrize_once
 from worker_svc import pool_setup, startup
 from worker_svc.models.registry import load_model
 from worker_svc.quantized_weights import read_quantized_weights
@@ -124,12 +125,14 @@ def test_a_model_computes_what_the_model_of_these_numbers_does(tmp_path: Path, n
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, coding) in FORMATS.items() if coding is not None])
+@parametrize_once("num_ranks", [2, 1])
+@pytest.mark.parametrize("name", FORMATS)
 def test_codes_of_whole_numbers_are_multiplied_as_the_file_has_them(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The others are expanded."""
     make(tmp_path, name)
-    assert codings_in_use(tmp_path, 1, monkeypatch)[True] == {None, FORMATS[name][2]}
+    assert codings_in_use(tmp_path, num_ranks, monkeypatch)[True] == {None, FORMATS[name][2]}
 
 
 @pytest.mark.parametrize(
