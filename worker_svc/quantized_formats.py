@@ -156,6 +156,8 @@ def nvfp4(module: Module, packed: StoredTensor, of_all: Callable[[torch.Tensor],
     """E2M1 codes [out, in / 2] and weight_scale, an E4M3 scale for each 16 inputs; `of_all` applies to these scales,
     in float32, the scale that all share. No product takes groups of 16."""
     out_features, in_features = packed.shape[0], 2 * packed.shape[1]
+    if in_features % _NVFP4_GROUP:
+        raise module.error(f"has {in_features} inputs; expected a multiple of {_NVFP4_GROUP}")
     scales = module.tensor("weight_scale", ("F8_E4M3",), (out_features, in_features // _NVFP4_GROUP))
 
     def expand() -> torch.Tensor:
@@ -175,12 +177,12 @@ def _compressed_fp4(module: Module, weights: Configuration) -> QuantizedWeight |
     if weights.one_of("group_size", (_NVFP4_GROUP, MXFP4_GROUP)) == _NVFP4_GROUP:
         of_all = module.tensor("weight_global_scale", ("F32",), (1,), ())
         return nvfp4(module, packed, lambda scales: scales / of_all.read())
-    shape = (packed.shape[0], 2 * packed.shape[1])
-    scales = module.tensor("weight_scale", ("U8",), (shape[0], shape[1] // MXFP4_GROUP))
+    shape, group = (packed.shape[0], 2 * packed.shape[1]), Block(1, MXFP4_GROUP)
+    scales = module.tensor("weight_scale", ("U8",), group.grid(shape))
     return module.weight(
         Coding.INT8,
         shape,
-        Block(1, MXFP4_GROUP),
+        group,
         rows=lambda: twice_e2m1(packed.read()),
         scales=lambda: halves_of_e8m0(scales.read()),
     )

@@ -47,8 +47,9 @@ def _four_bits(module: Module) -> ExpandedWeight:
     if kind is None:
         raise module.error(f"has no weight.quant_state.bitsandbytes__ of {' or '.join(_BITSANDBYTES_4_BITS)}")
     state = _state(module, module.tensor(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), (None,)))
-    shape, block = state.sizes("shape", 2), state.sizes("blocksize")[0]
+    shape = state.sizes("shape", 2)
     count = shape[0] * shape[1]
+    block = min(state.sizes("blocksize")[0], count)
     num_blocks = -(-count // block)
     weight = module.tensor("weight", ("U8", "I8", *FLOATS), (None, 1), (1, None), (None, None))
     if weight.num_bytes != -(-count // 2):
@@ -56,9 +57,9 @@ def _four_bits(module: Module) -> ExpandedWeight:
     numbers = module.tensor("weight.quant_map", ("F32",), (16,))
     absmax = module.tensor("weight.absmax", ("F32", "U8"), (num_blocks,))
     nested: tuple[StoredTensor, StoredTensor] | None = None
-    nested_block = 0
+    nested_block, offset = 0, 0.0
     if absmax.dtype == "U8":
-        nested_block = state.sizes("nested_blocksize")[0]
+        nested_block, offset = min(state.sizes("nested_blocksize")[0], num_blocks), state.number("nested_offset")
         nested = (
             module.tensor("weight.nested_quant_map", ("F32",), (256,)),
             module.tensor("weight.nested_absmax", ("F32",), (-(-num_blocks // nested_block),)),
@@ -68,8 +69,7 @@ def _four_bits(module: Module) -> ExpandedWeight:
         scales = absmax.read()
         if nested is not None:
             of_codes, of_blocks = (each.read() for each in nested)
-            scales = of_codes[scales.int()] * of_blocks.repeat_interleave(nested_block)[:num_blocks]
-            scales = scales + float(state.get("nested_offset") or 0)
+            scales = of_codes[scales.int()] * of_blocks.repeat_interleave(nested_block)[:num_blocks] + offset
         codes = weight.read().contiguous().view(torch.uint8).flatten()
         codes = torch.stack((codes >> 4, codes & 15), -1).flatten()[:count]
         expanded = numbers.read()[codes.int()]
@@ -115,7 +115,7 @@ def hqq(module: Module) -> ExpandedWeight:
         raise module.error(f"has packing {packing!r:.80}; supported: {', '.join(_HQQ_PACKINGS)}")
     bits, per_word = _HQQ_PACKINGS[packing]
     shape = tuple(module.tensor("shape", ("I64", "I32"), (2,)).read().tolist())
-    axis, group = int(_number(module, "axis")), int(_number(module, "group_size"))
+    axis, group = _number(module, "axis"), _number(module, "group_size")
     if axis not in (0, 1) or group < 1 or min(shape) < 1 or shape[0] * shape[1] % group:
         raise module.error(f"has axis {axis} and group_size {group} for shape {list(shape)}")
     count = shape[0] * shape[1] // group
@@ -128,7 +128,7 @@ def hqq(module: Module) -> ExpandedWeight:
         raise module.error(f"has {words.num_bytes} bytes of codes; expected {rows} rows of {columns} in {packing}")
 
     def expand() -> torch.Tensor:
-        packed = words.read().view(word)
+        packed = words.read().flatten().view(word).view(-1, columns)
         shifts = range(bits * (per_word - 1), -1, -bits)
         codes = torch.cat([packed >> shift & (1 << bits) - 1 for shift in shifts])[:rows]
         return codes.float().sub_(zero.read().float()).mul_(scale.read().float()).reshape(shape)
@@ -203,6 +203,13 @@ class _State:
     def get(self, name: str) -> Any:
         return self._fields.get(name)
 
+    def number(self, name: str) -> float:
+        """Raises ConfigurationError if it is none."""
+        value = self.get(name)
+        if type(value) not in (int, float):
+            raise self._module.error(f"has {name} {value!r:.80}; expected a number")
+        return float(value)
+
     def sizes(self, name: str, count: int = 1) -> tuple[int, ...]:
         """That many numbers above 0. Raises ConfigurationError."""
         value = self.get(name)
@@ -226,6 +233,6 @@ def _object(module: Module, text: str, place: str) -> dict[str, Any]:
     return fields
 
 
-def _number(module: Module, kind: str) -> float:
+def _number(module: Module, kind: str) -> int:
     """The number in a tensor of one."""
-    return module.tensor(kind, ("U8", "I32", "I64", "F32"), (), (1,)).read().item()
+    return int(module.tensor(kind, ("U8", "I32", "I64"), (), (1,)).read().item())

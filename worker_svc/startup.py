@@ -285,7 +285,8 @@ def _check_device(model: CausalLM, settings: WorkerSettings) -> None:
 
 def check_weights_fit(described: ModelDirectory, dtype: torch.dtype, settings: WorkerSettings) -> None:
     """Raises ConfigurationError where the weights of a model are larger than the memory that is available for them on
-    the CPU: a process that takes more is killed, and started again, without end. Rounding makes them smaller."""
+    the CPU: a process that takes more is killed, and started again, without end. Rounding makes them smaller. Logs the
+    memory of weights that are larger than in the files."""
     quantization = Quantization(settings.quantization)
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         return

@@ -1,7 +1,7 @@
 """Tensors of quantized modules as packages save them: bitsandbytes, ModelOpt, compressed-tensors in FP4, HQQ, torchao.
 
-Codes and scales are random. The layouts were compared once with files of bitsandbytes 0.50.2, HQQ 0.2.8 and torchao
-0.18.0; ModelOpt's follow its documentation.
+Codes and scales are random. The layouts were compared once with what bitsandbytes 0.50.2, HQQ 0.2.8, torchao 0.18.0 and
+compressed-tensors 0.20.0 make; ModelOpt's are as its documentation says. AutoRound 0.16.1 packs as GPTQ and AWQ do.
 """
 
 import json

@@ -15,6 +15,7 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.package_files import (
+    as_bytes,
     bitsandbytes_4_bits,
     bitsandbytes_8_bits,
     describe_for_torchao,
@@ -27,6 +28,7 @@ from tests.support.package_files import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from tests.support.quantized_files import Quantize, Tensors, awq, gptq, quantize_model
+from tests.support.tiers import parametrize_once
 from worker_svc import pool_setup, startup
 from worker_svc.models.registry import load_model
 from worker_svc.quantized_weights import read_quantized_weights
@@ -34,6 +36,8 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.weights import Checkpoint, TensorSpec
 
 CPU = torch.device("cpu")
+PROJECTION = "model.layers.1.mlp.down_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 LLAMA = Family("Llama", {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32})
 BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "data_type": "int", "sym": False}
@@ -121,12 +125,14 @@ def test_a_model_computes_what_the_model_of_these_numbers_does(tmp_path: Path, n
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, coding) in FORMATS.items() if coding is not None])
+@parametrize_once("num_ranks", [2, 1])
+@pytest.mark.parametrize("name", FORMATS)
 def test_codes_of_whole_numbers_are_multiplied_as_the_file_has_them(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The others are expanded."""
     make(tmp_path, name)
-    assert codings_in_use(tmp_path, 1, monkeypatch)[True] == {None, FORMATS[name][2]}
+    assert codings_in_use(tmp_path, num_ranks, monkeypatch)[True] == {None, FORMATS[name][2]}
 
 
 @pytest.mark.parametrize(
@@ -147,6 +153,19 @@ def test_the_log_says_that_inputs_are_not_rounded(
     assert (f"inputs of layers are not rounded to {inputs}, only their weights are" in caplog.text) == (
         inputs is not None
     )
+
+
+def test_a_block_may_be_said_to_be_larger_than_the_weight(tmp_path: Path) -> None:
+    expected = make(tmp_path, "bitsandbytes-nf4")[f"{PROJECTION}.weight"]
+    state = {"blocksize": 1 << 60, "shape": list(expected.shape)}
+
+    def change(tensors: Tensors) -> Tensors:
+        absmax = tensors[f"{PROJECTION}.weight.absmax"][:1].clone()
+        return tensors | {f"{PROJECTION}.{STATE}": as_bytes(json.dumps(state)), f"{PROJECTION}.weight.absmax": absmax}
+
+    edit_tensors(tmp_path, change)
+    read = open_checkpoint(tmp_path).read(TensorSpec(f"{PROJECTION}.weight", tuple(expected.shape)))
+    assert torch.equal(read.flatten()[:64], expected.flatten()[:64])
 
 
 def test_modelopt_is_read_from_a_file_of_its_own(tmp_path: Path) -> None:
@@ -189,25 +208,33 @@ def test_the_log_says_what_memory_expanded_weights_take_and_more_than_there_is_i
         startup.check_weights_fit(described, torch.bfloat16, settings)
 
 
-PROJECTION = "model.layers.1.mlp.down_proj"
-STATE = "weight.quant_state.bitsandbytes__nf4"
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "tensor", "message"),
     [
         ("bitsandbytes-nf4", STATE, None, "has no weight.quant_state.bitsandbytes__ of nf4 or fp4"),
         ("bitsandbytes-nf4", STATE, torch.zeros(3, dtype=torch.uint8), "has a quant_state that is no JSON object"),
-        ("bitsandbytes-nf4", STATE, torch.tensor(list(b"{}"), dtype=torch.uint8), "has shape None; expected 2 numbers"),
+        ("bitsandbytes-nf4", STATE, as_bytes("{}"), "has shape None; expected 2 numbers"),
         ("bitsandbytes-nf4", "weight.absmax", torch.ones(5), "weight.absmax has shape [5]; expected [2048]"),
         ("bitsandbytes-nf4", "weight", torch.ones(8, 1, dtype=torch.uint8), "has a weight of 8 bytes; expected 65536"),
+        (
+            "bitsandbytes-nf4-nested",
+            STATE,
+            as_bytes('{"blocksize": 64, "shape": [256, 512], "nested_blocksize": 256, "nested_offset": "1"}'),
+            "has nested_offset '1'; expected a number",
+        ),
         ("bitsandbytes-nf4-nested", "weight.nested_absmax", None, "weight.nested_absmax is missing"),
         ("bitsandbytes-int8", "weight_format", torch.tensor(2, dtype=torch.uint8), "has weight_format 2; expected 0"),
         ("modelopt-nvfp4", "weight_scale_2", None, "weight_scale_2 is missing"),
         ("modelopt-nvfp4", "pre_quant_scale", torch.ones(512), "has pre_quant_scale; inputs with scales are not read"),
+        (
+            "modelopt-nvfp4",
+            "weight",
+            torch.ones(256, 252, dtype=torch.uint8),
+            "has 504 inputs; expected a multiple",
+        ),
         ("compressed-nvfp4", "weight_global_scale", None, "weight_global_scale is missing"),
         ("hqq-4", "scale_q", torch.ones(1), "has scales or zeros that are quantized, too"),
-        ("hqq-4", "packing", torch.tensor(list(b"5bit"), dtype=torch.uint8), "has packing '5bit'; supported: 8bit_u8"),
+        ("hqq-4", "packing", as_bytes("5bit"), "has packing '5bit'; supported: 8bit_u8"),
         ("hqq-4", "group_size", torch.tensor(60), "has axis 1 and group_size 60 for shape [256, 512]"),
         ("hqq-4", "W_q", torch.zeros(2, 2, dtype=torch.uint8), "has 4 bytes of codes; expected 2048 rows of 64"),
     ],
