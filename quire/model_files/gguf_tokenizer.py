@@ -11,12 +11,17 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 # A file has one token that ends a text; generation_config.json may have several. Tokens that end a turn are recognised
 # by their texts, as in llama.cpp, and are special even if their type differs.
-ENDS_OF_TURNS = frozenset(
+_ENDS_OF_TURNS = frozenset(
     (
         "<|eot_id|>",
         "<|eom_id|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "[e~[",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<end_of_turn>",
@@ -27,6 +32,9 @@ ENDS_OF_TURNS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
+# In vocabularies with one of these pairs, as of GPT-OSS and Solar Open, the first text ends only a part of a turn.
+_END_OF_PART = "<|end|>"
+_ENDS_OF_PARTS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -135,12 +143,19 @@ _MAX_TOKEN_CHARS = 4096
 _MAX_MERGED_CHARS = 1 << 26
 
 
+def ends_of_turns(tokens: Collection[str]) -> frozenset[str]:
+    """The tokens that end a turn in this vocabulary, some of which it may not have."""
+    has_parts = any(pair <= frozenset(tokens) for pair in _ENDS_OF_PARTS)
+    return _ENDS_OF_TURNS - {_END_OF_PART} if has_parts else _ENDS_OF_TURNS
+
+
 def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
     kind = fields.text("tokenizer.ggml.model")
     kinds = fields.header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise fields.error("tokenizer.ggml.token_type does not have an entry for each token")
-    kinds = [_CONTROL if token in ENDS_OF_TURNS else kind for token, kind in zip(tokens, kinds, strict=True)]
+    ends = ends_of_turns(tokens)
+    kinds = [_CONTROL if token in ends else kind for token, kind in zip(tokens, kinds, strict=True)]
     if longest := next((token for token in tokens if len(token) > _MAX_TOKEN_CHARS), None):
         raise fields.error(f"the token {longest!r:.40}... has {len(longest)} characters, more than {_MAX_TOKEN_CHARS}")
     if kind == "gpt2":

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from quire.model_files.gguf_header import GgufFields, GgufHeader
-from quire.model_files.gguf_tokenizer import _merges_of
+from quire.model_files.gguf_tokenizer import _merges_of, ends_of_turns
 from quire.model_files.model_directory import ModelDirectory, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError
@@ -223,6 +223,20 @@ def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) 
     assert described.config["eos_token_id"] == [2, 0]
     named = write_gguf(tmp_path / "n.gguf", model, further={"tokenizer.ggml.eot_token_id": 1})
     assert ModelDirectory.open(named).eos_token_ids == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (("a", "b"), {"<|end|>"}),
+        (("<|return|>", "b"), {"<|end|>", "<|return|>"}),
+        (("<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
+        (("<|calls|>", "<|flush|>"), {"<|calls|>", "<|flush|>"}),
+    ],
+)
+def test_a_token_that_ends_a_part_of_a_turn_does_not_end_a_text(others: tuple[str, ...], expected: set[str]) -> None:
+    tokens = ("<|end|>", *others)
+    assert ends_of_turns(tokens) & set(tokens) == expected
 
 
 def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Path, tmp_path: Path) -> None:
