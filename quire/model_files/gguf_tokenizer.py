@@ -144,7 +144,7 @@ _MAX_MERGED_CHARS = 1 << 26
 
 
 def ends_of_turns(tokens: Collection[str]) -> frozenset[str]:
-    """The tokens that end a turn in this vocabulary, some of which it may not have."""
+    """The tokens that end a turn in this vocabulary, if it has them."""
     has_parts = any(pair <= frozenset(tokens) for pair in _ENDS_OF_PARTS)
     return _ENDS_OF_TURNS - {_END_OF_PART} if has_parts else _ENDS_OF_TURNS
 
