@@ -108,8 +108,8 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(
         ("mistral3", "exaone", "command-r", "cohere2", "ernie4_5", "nemotron", "arcee", "jais2"), _OF_LLAMA
     ),
-    **dict.fromkeys(("internlm2", "baichuan", "xverse"), _OF_LLAMA),
-    **dict.fromkeys(("qwen2moe", "qwen3moe", "olmoe"), _OF_QWEN_WITH_EXPERTS),
+    **dict.fromkeys(("internlm2", "xverse", "pangu-embedded"), _OF_LLAMA),
+    **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe", "olmoe"), _OF_QWEN_WITH_EXPERTS),
     **dict.fromkeys(("gemma2", "gemma3"), _OF_GEMMA_2),
     "phi3": _OF_PHI_3,
     "gpt2": _OF_GPT2,
@@ -129,6 +129,9 @@ NAMES: Mapping[str, Mapping[str, str]] = {
     "deepseek2": _OF_DEEPSEEK,
     "minimax-m2": _OF_MIXTRAL | {"exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
     "dots1": _OF_LLAMA | _DEEPSEEK_EXPERTS,
+    "exaone-moe": _OF_LLAMA | _DEEPSEEK_EXPERTS | {"exp_probs_b": "mlp.e_score_correction_bias"},
+    "hy_v3": _OF_LLAMA
+    | _experts("mlp.experts", "mlp.router.gate", shared="mlp.shared_mlp", exp_probs_b="mlp.expert_bias"),
 }
 """By architecture: names of modules by their names in the file, without the number of the layer."""
 # Their numbers are part of the configuration.
@@ -140,13 +143,13 @@ ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 ROTATES_NEIGHBOURS = frozenset(
     (
         *("llama", "mistral", "mistral3", "granite", "granitemoe", "minicpm", "olmo", "smollm3", "arcee"),
-        *("internlm2", "baichuan", "xverse"),
+        *("internlm2", "xverse"),
     )
 )
 """Architectures whose files have pairs that rotate together as neighbours, and transformers half a head apart."""
 NORMS_FROM_1 = frozenset(("gemma", "gemma2", "gemma3", "nemotron"))
 """Architectures whose files have the factors of norms, and transformers the factors minus 1."""
-WITHOUT_KIND = ("self_attn.sinks", "e_score_correction_bias")
+WITHOUT_KIND = ("self_attn.sinks", "e_score_correction_bias", "mlp.expert_bias")
 """Ends of names that are not followed by ".weight" or ".bias"."""
 ROWS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row, which files have as vectors."""

@@ -312,6 +312,8 @@ class _Layout:
         ConfigurationError if its name is not known."""
         block = _BLOCK.fullmatch(tensor.name)
         base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
+        # The corrections of HY3's experts have a name without a kind.
+        base, kind = (base, kind) if base else (kind, "bias")
         prefix = "" if block is None else f"{LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
         bases = _FUSED[base] if base in _FUSED and base not in self._names else (base,)
         names = [self._name(each) for each in bases]

@@ -224,6 +224,7 @@ FIRST_CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
     "qwen3vl": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
     "qwen3moe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
+    "qwen3vlmoe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
     "gemma": lambda fields: decoder(fields, "GemmaForCausalLM", "gemma", ("hidden_act", GELU)),
     "gemma2": _gemma_2,
     "gemma3": _gemma_3,

@@ -33,8 +33,6 @@ _GRANITE = {
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
 }
-# The layers of 13B, whose positions are biases (ALiBi).
-_LAYERS_OF_BAICHUAN_13B = 40
 
 
 def _numbers(fields: GgufFields, names: Mapping[str, str]) -> _Config:
@@ -55,6 +53,9 @@ def _layer_types(fields: GgufFields, period: int) -> _Config:
         slides = [slides > 0 and (index + 1) % slides > 0 for index in range(count)]
     if len(slides) < count:
         raise fields.error(f"attention.sliding_window_pattern has {len(slides)} entries for {count} layers")
+    theta = fields.positive("rope.freq_base", 10_000.0)
+    if fields.positive("rope.freq_base_swa", theta) != theta:
+        raise fields.error("rope.freq_base_swa differs from rope.freq_base, which is not read")
     return {
         "sliding_window": fields.size("attention.sliding_window"),
         "layer_types": [_SLIDING if each else _FULL for each in slides[:count]],
@@ -95,7 +96,9 @@ def _experts(fields: GgufFields, gating: int = SOFTMAX) -> _Experts:
 
 
 def _first_dense_layers(fields: GgufFields) -> int:
-    return min(fields.own("leading_dense_block_count", int, "a whole number", 0), num_layers(fields))
+    """Layers before the first one that has experts."""
+    tensors, count = fields.header.tensors, num_layers(fields)
+    return next((index for index in range(count) if f"blk.{index}.ffn_down_exps.weight" in tensors), count)
 
 
 def _deepseek_experts(fields: GgufFields, gating: int = SIGMOID) -> _Config:
@@ -117,9 +120,21 @@ def _deepseek_experts(fields: GgufFields, gating: int = SIGMOID) -> _Config:
 # Families
 
 
+def _llama(fields: GgufFields) -> _Config:
+    """Families that are LLaMA by another name."""
+    return decoder(fields, "LlamaForCausalLM", "llama") | {"mlp_bias": has_bias(fields, "ffn_gate")}
+
+
 def _granite(fields: GgufFields) -> _Config:
-    config = decoder(fields, "GraniteForCausalLM", "granite") | _numbers(fields, _GRANITE)
+    config = decoder(fields, "GraniteForCausalLM", "granite") | _granite_factors(fields)
     return config | {"mlp_bias": has_bias(fields, "ffn_gate")}
+
+
+def _granite_factors(fields: GgufFields) -> _Config:
+    # The field says more in this architecture.
+    if not fields.flag(f"{fields.architecture}.rope.scaling.finetuned", True):
+        raise fields.error("it has no positions (rope.scaling.finetuned), which is not read")
+    return _numbers(fields, _GRANITE)
 
 
 def _granite_moe(fields: GgufFields) -> _Config:
@@ -129,7 +144,7 @@ def _granite_moe(fields: GgufFields) -> _Config:
     config = decoder(fields, f"{name}ForCausalLM", model_type, width_of_experts=experts.width)
     return {
         **config,
-        **_numbers(fields, _GRANITE),
+        **_granite_factors(fields),
         **shared,
         "intermediate_size": experts.width,
         "num_local_experts": experts.count,
@@ -207,6 +222,12 @@ def _magnitudes(fields: GgufFields, unit: float) -> _Config:
     return {"mscale": round(weight / unit, 6), "mscale_all_dim": round(weight / unit, 6)} if weight else {}
 
 
+def _glm_4(fields: GgufFields) -> _Config:
+    if fields.has("rope.dimension_sections"):
+        raise fields.error("the language model of a vision model (rope.dimension_sections) is not read")
+    return decoder(fields, "Glm4ForCausalLM", "glm4", rotates_partly=True)
+
+
 def _glm_4_moe(fields: GgufFields) -> _Config:
     config = decoder(fields, "Glm4MoeForCausalLM", "glm4_moe", rotates_partly=True)
     return config | _deepseek_experts(fields) | {"use_qk_norm": _has(fields, "attn_q_norm.weight")}
@@ -217,6 +238,22 @@ def _exaone_4(fields: GgufFields) -> _Config:
     if fields.has("attention.sliding_window"):
         return config | _layer_types(fields, 4)
     return config | {"sliding_window": None, "layer_types": [_FULL] * config["num_hidden_layers"]}
+
+
+def _numbered(experts: _Config) -> _Config:
+    """The experts of DeepSeek V3 by the names of other families."""
+    names = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
+    return experts | {name: experts[other] for name, other in names.items()}
+
+
+def _exaone_moe(fields: GgufFields) -> _Config:
+    config = decoder(fields, "ExaoneMoeForCausalLM", "exaone_moe")
+    return config | _numbered(_deepseek_experts(fields)) | _layer_types(fields, 4)
+
+
+def _hy_v3(fields: GgufFields) -> _Config:
+    config = decoder(fields, "HYV3ForCausalLM", "hy_v3") | _numbered(_deepseek_experts(fields))
+    return config | {"router_scaling_factor": config["routed_scaling_factor"], "mlp_bias": False}
 
 
 def _command_r(fields: GgufFields) -> _Config:
@@ -328,12 +365,6 @@ def _jais_2(fields: GgufFields) -> _Config:
     return config | {"mlp_bias": has_bias(fields, "ffn_up")}
 
 
-def _baichuan(fields: GgufFields) -> _Config:
-    if num_layers(fields) == _LAYERS_OF_BAICHUAN_13B:
-        raise fields.error("Baichuan 13B has biases for positions (ALiBi), which are not read")
-    return decoder(fields, "LlamaForCausalLM", "llama")
-
-
 def _deepseek_2(fields: GgufFields) -> _Config:
     """DeepSeek V2, V3 and what has their latent attention: Kimi K2, GLM-4.7-Flash, Youtu."""
     if not fields.has("attention.kv_lora_rank"):
@@ -392,10 +423,12 @@ CONFIGS: dict[str, Callable[[GgufFields], _Config]] = {
     "seed_oss": _seed_oss,
     "mistral3": _mistral_3,
     "chatglm": lambda fields: decoder(fields, "GlmForCausalLM", "glm", rotates_partly=True),
-    "glm4": lambda fields: decoder(fields, "Glm4ForCausalLM", "glm4", rotates_partly=True),
+    "glm4": _glm_4,
     "glm4moe": _glm_4_moe,
-    "exaone": lambda fields: decoder(fields, "LlamaForCausalLM", "llama"),
+    "exaone": _llama,
     "exaone4": _exaone_4,
+    "exaone-moe": _exaone_moe,
+    "hy_v3": _hy_v3,
     "command-r": _command_r,
     "cohere2": _cohere_2,
     "starcoder2": _starcoder_2,
@@ -412,8 +445,8 @@ CONFIGS: dict[str, Callable[[GgufFields], _Config]] = {
     "nemotron": _nemotron,
     "arcee": _arcee,
     "jais2": _jais_2,
-    "internlm2": lambda fields: decoder(fields, "LlamaForCausalLM", "llama"),
-    "baichuan": _baichuan,
-    "xverse": lambda fields: decoder(fields, "LlamaForCausalLM", "llama"),
+    "internlm2": _llama,
+    "pangu-embedded": _llama,
+    "xverse": _llama,
 }
 """The configuration of a file of each architecture; it raises ConfigurationError."""

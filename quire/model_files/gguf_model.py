@@ -4,14 +4,14 @@ Nothing is written to disk: `ModelDirectory` takes the result of `describe` as t
 read by the worker (`worker_svc.gguf_weights`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.model_files.gguf_config import num_layers
 from quire.model_files.gguf_families import CONFIGS
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
-from quire.model_files.gguf_tokenizer import ENDS_OF_TURNS, tokenizer_of
+from quire.model_files.gguf_tokenizer import ends_of_turns, tokenizer_of
 from quire.runtime.settings import ConfigurationError
 
 _OUTPUT = "output.weight"
@@ -59,7 +59,7 @@ def describe(header: GgufHeader) -> GgufDescription:
     config = _config(fields)
     tokens = fields.texts("tokenizer.ggml.tokens")
     tokenizer = tokenizer_of(fields, tokens)
-    eos = _ends_of_text(fields, tokenizer["added_tokens"])
+    eos = _ends_of_text(fields, tokenizer["added_tokens"], ends_of_turns(tokens))
     tokenizer_config: dict[str, Any] = {
         key: tokens[token_id] for key, name in _NAMED_TOKENS.items() if (token_id := fields.token_id(name)) is not None
     }
@@ -76,9 +76,11 @@ def describe(header: GgufHeader) -> GgufDescription:
     )
 
 
-def _ends_of_text(fields: GgufFields, added_tokens: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+def _ends_of_text(
+    fields: GgufFields, added_tokens: Sequence[Mapping[str, Any]], ends: Collection[str]
+) -> tuple[int, ...]:
     named = [token_id for name in _END_TOKENS if (token_id := fields.token_id(name)) is not None]
-    turns = [token["id"] for token in added_tokens if token["content"] in ENDS_OF_TURNS]
+    turns = [token["id"] for token in added_tokens if token["content"] in ends]
     return tuple(dict.fromkeys([*named, *turns]))
 
 

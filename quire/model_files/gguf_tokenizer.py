@@ -11,12 +11,17 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _SPACE = "\u2581"
 # A file has one token that ends a text; generation_config.json may have several. Tokens that end a turn are recognised
 # by their texts, as in llama.cpp, and are special even if their type differs.
-ENDS_OF_TURNS = frozenset(
+_ENDS_OF_TURNS = frozenset(
     (
         "<|eot_id|>",
         "<|eom_id|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
+        "<|calls|>",
+        "<|flush|>",
+        "[e~[",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<end_of_turn>",
@@ -27,6 +32,9 @@ ENDS_OF_TURNS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
+# In vocabularies with one of these pairs, as of GPT-OSS and Solar Open, the first text ends only a part of a turn.
+_END_OF_PART = "<|end|>"
+_ENDS_OF_PARTS = (frozenset(("<|return|>", "<|call|>")), frozenset(("<|calls|>", "<|flush|>")))
 
 _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -60,6 +68,23 @@ _DEEPSEEK_3 = (
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+_KOREAN_AND_CHINESE = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+)
+_YOUTU = (_KOREAN_AND_CHINESE, _GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"))
+# Whitespace in runs of powers of two.
+_RUNS = "|".join(rf"\s{{{1 << exponent}}}(?!\S)" for exponent in range(9, 1, -1))
+_JAIS_2 = _LLAMA_3.removesuffix(r"\s+(?!\S)|\s+") + rf"{_RUNS}|\s{{1,2}}(?!\S)|\s{{1}}"
+_EXAONE_MOE = (
+    rf"{_CONTRACTIONS}|{_BEFORE}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+_NO_HAN = r"&&[^\p{Han}]]"
+_KIMI = (
+    rf"\p{{Han}}+|{_BEFORE}{_UPPER[:-1]}{_NO_HAN}*{_LOWER[:-1]}{_NO_HAN}+{_CONTRACTIONS}?"
+    rf"|{_BEFORE}{_UPPER[:-1]}{_NO_HAN}+{_LOWER[:-1]}{_NO_HAN}*{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_REST}"
+)
 _WORDS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
 
@@ -92,16 +117,21 @@ _SPLITS = {
     "granite-docling": _AS_GPT_2,
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _AS_LLAMA_3),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _Split((_LLAMA_3,))),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split((_LLAMA_3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _AS_QWEN_2),
-    **dict.fromkeys(("megrez", "kormo"), _Split((_QWEN_2,))),
+    **dict.fromkeys(("megrez", "kormo", "stablelm2", "hunyuan", "solar-open"), _Split((_QWEN_2,))),
     **dict.fromkeys(("viking", "poro-chat"), _Split((_WORDS, _DIGIT))),
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), _Split((_GPT_4O,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _Split((_GPT_4O,))),
     "tekken": _Split((_TEKKEN,), whole=True, with_bos=True),
     "seed-coder": _Split((_SEED,)),
     "deepseek-coder": _Split(_CODER),
     "deepseek-llm": _Split(_DEEPSEEK),
-    "deepseek-v3": _Split(_DEEPSEEK_3),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "hy_v4", "joyai-llm"), _Split(_DEEPSEEK_3)),
+    **dict.fromkeys(("glm4", "glm5"), _Split((_LLAMA_3,), whole=True)),
+    "youtu": _Split(_YOUTU, whole=True),
+    "exaone-moe": _Split((_EXAONE_MOE,)),
+    "jais-2": _Split((_JAIS_2,)),
+    "kimi-k2": _Split((_KIMI,), whole=True),
     "minicpm5": _Split((r"\p{N}{1,3}", _LLAMA_3), whole=True),
 }
 """By tokenizer.ggml.pre, the name of the tokenizer that llama.cpp knew first to split so."""
@@ -113,12 +143,19 @@ _MAX_TOKEN_CHARS = 4096
 _MAX_MERGED_CHARS = 1 << 26
 
 
+def ends_of_turns(tokens: Collection[str]) -> frozenset[str]:
+    """The tokens that end a turn in this vocabulary, if it has them."""
+    has_parts = any(pair <= frozenset(tokens) for pair in _ENDS_OF_PARTS)
+    return _ENDS_OF_TURNS - {_END_OF_PART} if has_parts else _ENDS_OF_TURNS
+
+
 def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
     kind = fields.text("tokenizer.ggml.model")
     kinds = fields.header.metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise fields.error("tokenizer.ggml.token_type does not have an entry for each token")
-    kinds = [_CONTROL if token in ENDS_OF_TURNS else kind for token, kind in zip(tokens, kinds, strict=True)]
+    ends = ends_of_turns(tokens)
+    kinds = [_CONTROL if token in ends else kind for token, kind in zip(tokens, kinds, strict=True)]
     if longest := next((token for token in tokens if len(token) > _MAX_TOKEN_CHARS), None):
         raise fields.error(f"the token {longest!r:.40}... has {len(longest)} characters, more than {_MAX_TOKEN_CHARS}")
     if kind == "gpt2":

@@ -61,10 +61,11 @@ _ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
     "minimax_m2": "minimax-m2",
+    "exaone_moe": "exaone-moe",
 }
 """Architectures whose name is not the type of the model."""
-_PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee")
-_SIGMOIDS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "minimax_m2")
+_PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "internlm2", "xverse")
+_SIGMOIDS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "minimax_m2", "exaone_moe")
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms))\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -127,7 +128,9 @@ def write_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("norm_topk_prob") and model_type not in ("deepseek_v2", "qwen3_moe"):
         writer.add_expert_weights_norm(True)
-    if "sliding_attention" in config.get("layer_types", ()) and architecture in ("olmo2", "exaone4"):
+    if "sliding_attention" in (config.get("layer_types") or ()) and architecture in (
+        *("olmo2", "exaone4", "exaone-moe"),
+    ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
     if architecture == "deepseek2":
         _add_latents(writer, config, merged_latents)

@@ -104,7 +104,7 @@ OTHERS = {
             *("granite", "granite-moe", "granite-moe-shared", "seed-oss", "olmo", "olmo2", "olmo3-alternating"),
             *("glm", "glm4", "glm4-moe", "solar-open-moe", "exaone4", "exaone4-alternating", "cohere"),
             *("cohere-head-norms", "stablelm", "stablelm-parallel", "stablelm-head-norms", "ernie4.5", "ernie4.5-moe"),
-            *("hunyuan-moe", "gpt-oss-moe", "minimax-m2", "nemotron", "arcee", "jais2"),
+            *("hunyuan-moe", "gpt-oss-moe", "minimax-m2", "nemotron", "arcee", "jais2", "exaone-moe"),
             *("deepseek-v2", "deepseek-v2-grouped", "deepseek-v3", "deepseek-v3-yarn", "glm4-moe-lite", "youtu"),
         )
     },
@@ -150,6 +150,19 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
 
+@pytest.mark.parametrize("architecture", ["exaone", "internlm2", "pangu-embedded", "xverse"])
+def test_some_architectures_are_llamas_by_another_name(tmp_path: Path, architecture: str) -> None:
+    make(tmp_path, "llama")
+    plain = write_gguf(tmp_path / "plain.gguf", tmp_path)
+    edit_config(tmp_path, model_type=architecture)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path)
+    assert ModelDirectory.open(file).config == ModelDirectory.open(plain).config
+    found, expected = gguf_weights(file), gguf_weights(plain)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(found[name].read(), weight.read()), name
+
+
 @pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3-yarn"])
 def test_old_files_have_the_layer_of_keys_and_values_in_one_tensor(tmp_path: Path, family: str) -> None:
     make(tmp_path / "model", family)
@@ -187,6 +200,9 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path: Path, has_drafts: bool)
         ("glm4-moe", {"glm4moe.expert_gating_func": 1}, "its experts are not chosen by sigmoids (expert_gating_func)"),
         ("glm4-moe", {"glm4moe.nextn_predict_layers": 2}, "nextn_predict_layers is 2, of 2 layers"),
         ("cohere2", {"cohere2.attention.sliding_window_pattern": [True]}, "sliding_window_pattern has 1 entries for 4"),
+        ("exaone4-alternating", {"exaone4.rope.freq_base_swa": 5e4}, "rope.freq_base_swa differs from rope.freq_base"),
+        ("granite", {"granite.rope.scaling.finetuned": False}, "it has no positions (rope.scaling.finetuned)"),
+        ("glm4", {"glm4.rope.dimension_sections": [4, 2, 2, 0]}, "the language model of a vision model"),
         ("ministral3", {"mistral3.rope.scaling.type": "none"}, "is read only with a rotation of the type yarn"),
     ],
 )
@@ -230,6 +246,7 @@ CODED = {
     **{family: Family(family.capitalize(), {"head_dim": 64}) for family in ("llama", "qwen2", "qwen3")},
     **{family: FURTHER[family] for family in ("mixtral", "qwen2_moe", "qwen3_moe", "gemma2", "gemma3")},
     "phi3": Family("Phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}),
+    **{family: NATIVE[family] for family in ("granite", "exaone4")},
 }
 
 
@@ -239,6 +256,7 @@ CODED = {
         *(("llama", 1, False), ("qwen2", 1, True), ("qwen3", 1, False), ("llama", 2, False), ("llama", 2, True)),
         *(("mixtral", 1, False), ("qwen2_moe", 1, True), ("qwen3_moe", 2, False)),
         *(("gemma2", 1, True), ("gemma3", 2, True), ("phi3", 1, False), ("phi3", 2, False)),
+        *(("granite", 1, False), ("exaone4", 1, True)),
     ],
 )
 def test_weights_are_multiplied_as_the_file_has_them(
@@ -282,7 +300,7 @@ def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe", "granite"])
 def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, family: str, kind: Kind) -> None:
     make(tmp_path / "model", family)
     apart = gguf_weights(write_gguf(tmp_path / "a.gguf", tmp_path / "model", quantization=kind))

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoTokenizer
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from quire.model_files.gguf_header import GgufFields, GgufHeader
-from quire.model_files.gguf_tokenizer import _merges_of
+from quire.model_files.gguf_tokenizer import _merges_of, ends_of_turns
 from quire.model_files.model_directory import ModelDirectory, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError
@@ -78,6 +78,11 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path,
         ("deepseek-coder", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
         ("deepseek-llm", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
         ("deepseek-v3", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("glm4", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("jais-2", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("youtu", ["a", "\u0120", "1", "2", "3", "4", "\u0120It'S", "\u010a", "\u0120b"]),
+        ("exaone-moe", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("kimi-k2", ["a", "\u0120", "123", "4", "\u0120It'S", "\u010a", "\u0120b"]),
         ("minicpm5", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
     ],
 )
@@ -85,6 +90,22 @@ def test_how_byte_level_texts_are_split(directory: Path, tmp_path: Path, pre: st
     file = write_gguf(tmp_path / "m.gguf", directory, pre=pre)
     splitter = tokenizers.Tokenizer.from_buffer(ModelDirectory.open(file).tokenizer_json()).pre_tokenizer
     assert [piece for piece, _ in splitter.pre_tokenize_str("a 1234 It'S\n b")] == pieces
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("kimi-k2", "ab\u4e2d\u6587cd\u3042", ["ab", "\u4e2d\u6587", "cd\u3042"]),
+        ("youtu", "ab\u4e2d\u3042cd\uac00", ["ab", "\u4e2d\u3042", "cd", "\uac00"]),
+        ("jais-2", "a" + 7 * " " + "b", ["a", "    ", "  ", " b"]),
+    ],
+)
+def test_how_scripts_and_runs_of_spaces_are_split(
+    directory: Path, tmp_path: Path, pre: str, text: str, pieces: list[str]
+) -> None:
+    file = write_gguf(tmp_path / "m.gguf", directory, pre=pre)
+    splitter = tokenizers.Tokenizer.from_buffer(ModelDirectory.open(file).tokenizer_json()).pre_tokenizer
+    assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == pieces
 
 
 def test_sentence_pieces_are_merged_by_their_scores(
@@ -204,6 +225,20 @@ def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) 
     assert ModelDirectory.open(named).eos_token_ids == (2, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        (("a", "b"), {"<|end|>"}),
+        (("<|return|>", "b"), {"<|end|>", "<|return|>"}),
+        (("<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
+        (("<|calls|>", "<|flush|>"), {"<|calls|>", "<|flush|>"}),
+    ],
+)
+def test_a_token_that_ends_a_part_of_a_turn_does_not_end_a_text(others: tuple[str, ...], expected: set[str]) -> None:
+    tokens = ("<|end|>", *others)
+    assert ends_of_turns(tokens) & set(tokens) == expected
+
+
 def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Path, tmp_path: Path) -> None:
     sampling = {"temp": 0.6, "top_k": 20, "top_p": 0.95, "penalty_repeat": 1.05, "mirostat": 2}
     further = {f"general.sampling.{key}": value for key, value in sampling.items()}
@@ -234,7 +269,7 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
         ({"llama.block_count": True}, "llama.block_count is True, not a whole number"),
         ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv is [1, 2], which differs by layer; such models are"),
         ({"llama.feed_forward_length": [0.5, 0.5]}, "feed_forward_length is [0.5, 0.5], not a whole number"),
-        ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre is 'kimi-k2'; Quire reads gpt-2, phi-2"),
+        ({"tokenizer.ggml.pre": "superbpe"}, "tokenizer.ggml.pre is 'superbpe'; Quire reads gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; Quire reads gpt2 (byte-level BPE), llama"),
         ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),
