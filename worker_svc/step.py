@@ -42,7 +42,7 @@ class PoolGeometry:
     block_bytes: int
     """The bytes of one block: keys and values of all layers."""
     lines_per_token: int = 2
-    """Of each head: a key and a value, or 1 for a latent, which is both."""
+    """Lines of a token and head: a key and a value, or 1 for a latent, which is both."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens of one sequence."""

@@ -205,3 +205,22 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
         start = partial(build_worker, settings, DeviceLoop())
     with pytest.raises(ConfigurationError, match=message):
         start()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("deepseek-v3", "llama-gqa-untied-32"), ("llama-gqa-untied-32", "minicpm3")]
+)
+@pytest.mark.parametrize("pool", ["bfloat16", "int8 pool"])
+def test_one_of_model_and_draft_model_may_have_latents(name: str, other: str, pool: str, tmp_path: Path) -> None:
+    for each in (name, other):
+        make_model(tmp_path / each, each)
+    flags = [*FLAGS, *POOLS[pool], "--model", str(tmp_path / name)]
+    off = WholeEngine(*flags)
+    requests = [
+        make_request(number, list(range(20, 40 + 30 * number)), sampling={"temperature": number / 8})
+        for number in range(8)
+    ]
+    on = drafting(tmp_path / other, *flags)
+    assert on.run(requests, **SWAP) == off.run(requests, **SWAP)
+    assert on.num_drafts > 0
+    assert min(on.swap_outs, off.swap_outs) > 0

@@ -15,6 +15,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = (
     *(*ATTENTION, *MLP, "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "c_attn", "c_proj", "c_fc"),
     "shared_expert_gate",
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
 )
 """The linear layers of all of Quire's families."""
 

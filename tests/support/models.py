@@ -232,6 +232,7 @@ NATIVE: dict[str, Family] = {
     "stablelm": Family("StableLm"),
     "stablelm-parallel": Family("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "stablelm-head-norms": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
+    "stablelm-one-head-of-keys": Family("StableLm", {"num_key_value_heads": 1, "qk_layernorm": True}),
     "ernie4.5": Family("Ernie4_5", {"head_dim": 32, "use_bias": True}),
     "hunyuan-dense": Family(
         "HunYuanDenseV1",

@@ -225,19 +225,22 @@ class HeadNorm(Loadable):
         centered: bool,
     ) -> None:
         super().__init__()
-        names = [name.replace("*", str(head)) for head in range(num_heads)] if "*" in name else [name]
-        shapes = {NormSpan.HEAD: (head_dim,), NormSpan.ALL_HEADS: (num_heads * head_dim,)}
-        shape = (head_dim,) if len(names) > 1 else shapes.get(span, (num_heads, head_dim))
-        self._specs = [TensorSpec(f"{each}.weight", shape) for each in names]
+        self._name = name
         self._span, self._num_heads, self._head_dim = span, num_heads, head_dim
         self._eps, self._offset, self._centered, self._order = eps, offset, centered, order
         self._placement = placement
 
     def tensors(self) -> Iterator[TensorSpec]:
-        yield from self._specs
+        num_heads, head_dim = self._num_heads, self._head_dim
+        if "*" in self._name:
+            for head in range(num_heads):
+                yield TensorSpec(f"{self._name.replace('*', str(head))}.weight", (head_dim,))
+            return
+        shapes = {NormSpan.HEAD: (head_dim,), NormSpan.ALL_HEADS: (num_heads * head_dim,)}
+        yield TensorSpec(f"{self._name}.weight", shapes.get(self._span, (num_heads, head_dim)))
 
     def load(self, tensors: TensorReader) -> None:
-        weight = torch.cat([tensors.read(spec).view(-1, self._head_dim) for spec in self._specs])
+        weight = torch.cat([tensors.read(spec).view(-1, self._head_dim) for spec in self.tensors()])
         if self._order is not None:
             weight = weight[:, self._order.places]
         if self._span is NormSpan.HEAD:

@@ -125,8 +125,9 @@ def _load_native(
     if _has_head_of_its_own(model, checkpoint):
         model = family.from_config({**described.config, "tie_word_embeddings": False}, placement)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]
+    # Checked one by one first: a damaged configuration may need more tensors than memory holds.
+    checkpoint.check(spec for layer in layers for spec in layer.tensors())
     specs = [spec for layer in layers for spec in layer.tensors()]
-    checkpoint.check(specs)
     checkpoint.check_all_used(specs)
     tensors = checkpoint if progress is None else _Watched(checkpoint, specs, progress)
     for layer in layers:

@@ -124,7 +124,8 @@ class RopeConfig:
         positions = torch.arange(num_positions, dtype=torch.float32)[:, None]
         inverse_frequencies, attention_factor = _INVERSE_FREQUENCIES[self.rope_type](self, num_positions)
         angles = positions * inverse_frequencies
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        # In place: the table of a long model has gigabytes.
+        cos, sin = angles.cos().mul_(attention_factor), angles.sin_().mul_(attention_factor)
         rest = (0, (self.head_dim - self.rotated_dim) // 2)
         return torch.cat((functional.pad(cos, rest, value=1.0), functional.pad(sin, rest)), dim=-1).to(device)
 

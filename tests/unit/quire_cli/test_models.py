@@ -138,7 +138,7 @@ def test_a_token_has_one_line_with_latent_attention(
     for name in ("minicpm3", "deepseek-v32"):
         make_model(tmp_path / name, name)
     assert main(["models", "--json", str(tmp_path)]) == 0
-    # Of V3.2, which runs through transformers' code, it is unknown.
+    # V3.2 runs through transformers' code, whose layers decide.
     assert [each["kv_bytes"] for each in json.loads(capsys.readouterr().out)[1:]] == [None, 2 * (32 + 8) * 4 * 1000]
     assert _LATENTS.keys() == WITH_LATENTS.keys()
     for architecture, assumed in _LATENTS.items():

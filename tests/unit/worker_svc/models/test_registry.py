@@ -158,6 +158,12 @@ def test_configuration_that_cannot_be_served_is_refused(fields: dict[str, Any], 
         ("exaone-moe", {"mlp_layer_types": ["dense", "x"]}, "expected 2 of dense and sparse"),
         ("minicpm3", {"v_head_dim": 0}, "v_head_dim is 0; expected an integer of at least 1"),
         ("granite", {"residual_multiplier": 1e-200}, "residual_multiplier is 1e-200; expected a number above 0"),
+        # A norm for each of a billion heads.
+        (
+            "stablelm-head-norms",
+            {"hidden_size": 10**10, "num_attention_heads": 10**9, "num_key_value_heads": 10**9},
+            "embed_tokens.weight has shape [320, 64]; config.json asks for [320, 10000000000]",
+        ),
         # Experts begin after the last layer.
         ("deepseek-v3", {"first_k_dense_replace": 10**12}, "tensor model.layers.1.mlp.gate_proj.weight is missing"),
     ],
