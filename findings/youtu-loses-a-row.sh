@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, YoutuConfig, YoutuForCausalLM
 
 SIZES = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+LATENT = {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8}
+LATENT |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
 for name, model_class, config in (
     ("llama, padding token 3", LlamaForCausalLM, LlamaConfig(**SIZES, pad_token_id=3)),
-    ("youtu, padding token 3", YoutuForCausalLM, YoutuConfig(**SIZES, **LATENT, num_key_value_heads=2, pad_token_id=3)),
-    ("youtu, no padding token", YoutuForCausalLM, YoutuConfig(**SIZES, **LATENT, num_key_value_heads=2, pad_token_id=None)),
+    ("youtu, padding token 3", YoutuForCausalLM, YoutuConfig(**SIZES, **LATENT, pad_token_id=3)),
+    ("youtu, no padding token", YoutuForCausalLM, YoutuConfig(**SIZES, **LATENT, pad_token_id=None)),
 ):
     made = model_class(config)
     with torch.no_grad():

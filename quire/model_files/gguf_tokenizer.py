@@ -69,7 +69,8 @@ _DEEPSEEK_3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 _KOREAN_AND_CHINESE = (
-    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "[\uac00-\ud7a3\u3131-\u318e]+"
+    "|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 )
 _YOUTU = (_KOREAN_AND_CHINESE, _GPT_4O.replace(r"\p{N}{1,3}", r"\p{N}"))

@@ -246,7 +246,8 @@ struct ProductArgs {
 enum Scoring : int64_t { kSoftmax = 0, kSigmoid = 1 };
 
 // A router's choice of experts for each token: the experts with the highest scores, or sums of score and correction,
-// the best first. Groups of neighbours are chosen first, by the sum of their best members, where there are several groups.
+// the best first. Where there are several groups of neighbours, groups are chosen first, by the sum of their best
+// members.
 struct ChooseArgs {
   int64_t* chosen;          // [T, num_chosen]
   float* weights;           // [T, num_chosen]
@@ -266,8 +267,8 @@ struct ChooseArgs {
   double scale;           // of the weights
 };
 
-// The experts of a layer, each two products. The output is the sum of weight * down(inner(x)) over a token's experts, in
-// float and in the order of the choice; outputs of products have the dtype. Only chosen experts are read.
+// The experts of a layer, each two products. The output is the sum of weight * down(inner(x)) over a token's experts,
+// in float and in the order of the choice; outputs of products have the dtype. Only chosen experts are read.
 struct ExpertsArgs {
   void* output;             // [T, hidden] contiguous
   const void* x;            // [T, in_features], as `inner` reads it

@@ -104,7 +104,10 @@ WITH_EXPERTS = [
     if "moe" in name or name in ("mixtral", "minimax-m2") or "n_routed_experts" in family.fields
 ]
 # torch multiplies by the weights of each head, and squares; it clamps, and chooses among experts by a sparse mixer.
-OF_TORCH = ("cohere-head-norms", "stablelm-head-norms", "arcee", "nemotron", "jais2")
+OF_TORCH = (
+    *("cohere-head-norms", "stablelm-head-norms", "stablelm-one-head-of-keys"),
+    *("arcee", "nemotron", "jais2"),
+)
 EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe", "gpt-oss-moe")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]
 # torch pads the inner features of MLPs that all tokens have: in bfloat16 for several families, in float32 for this one.
