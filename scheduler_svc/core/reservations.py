@@ -2,7 +2,7 @@
 
 One table has all of them. Each has a kind, an owner, blocks with a reference, and perhaps a time at which it ends. If
 running requests lack blocks, reservations give way in one order (`Reservations.give_way`). Host blocks that a step
-copies to the pool are no reservations: they are held only until that step is planned (see `host_memory`).
+copies to the pool are no reservations: they are held only until that step is planned (see `HostMemory`).
 """
 
 import enum

@@ -285,7 +285,7 @@ class CheckedScheduler(Scheduler):
         and rows for those that are to come from elsewhere. Nobody enters with an adapter that is to leave its slot."""
 
         def call(group: SequenceGroup) -> Any:
-            batch, alone = self.batch, not self.room.others_run
+            batch, others_run = self.batch, self.room.others_run
             reserve = self._growth() + (-batch.blocks_for_decodes() if comes_back else self._first_growth(group))
             if self._has_preempted:
                 self._report(AssertionError(f"{group.request.request_id} enters in a step that preempts others"))
@@ -306,7 +306,7 @@ class CheckedScheduler(Scheduler):
             if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in kept):
                 self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
             left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
-            if left < (0 if alone else max(reserve, batch.blocks._watermark_blocks)):
+            if left < (max(reserve, batch.blocks._watermark_blocks) if others_run else 0):
                 self._report(AssertionError(f"{group.request.request_id} leaves {left} blocks, others need {reserve}"))
             return done
 
