@@ -48,6 +48,11 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     return hash_chain(parent, pack(token_ids), 4 * len(token_ids))[0]
 
 
+def in_group(content: BlockHash, group: int) -> BlockHash:
+    """The name of a block of the same tokens in another group of layers; a `block_hash` names the block of group 0."""
+    return BlockHash(bytes((content[0] ^ group,)) + content[1:]) if group else content
+
+
 def pack(token_ids: Sequence[int]) -> bytes:
     """Token ids in the form that is hashed: int32 of this machine's byte order."""
     return array("i", token_ids).tobytes()

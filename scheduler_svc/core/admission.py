@@ -96,10 +96,9 @@ class Room:
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group takes in the next steps, in addition to the blocks for its present tokens."""
-        blocks, last = self._batch.blocks, group.request.max_len - 1
+        length, last = self._batch.blocks.groups.table_length, group.request.max_len - 1
         return sum(
-            blocks.blocks_for(min(each.num_tokens + _STEPS_AHEAD, last)) - blocks.blocks_for(each.num_tokens)
-            for each in group.unfinished
+            length(min(each.num_tokens + _STEPS_AHEAD, last)) - length(each.num_tokens) for each in group.unfinished
         )
 
     def lacks_rows(self, group: SequenceGroup) -> bool:
@@ -130,10 +129,11 @@ class Room:
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
         arriving = set(itertools.chain(*fetches))
-        cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))) - arriving
+        cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing)))
+        cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])
-        return needed <= blocks.pool.num_blocks - len(arriving)
+        return needed <= blocks.pool.num_blocks - len(arriving | blocks.blank)
 
     def make_way(self, group: SequenceGroup, to_grow: int) -> bool:
         """Frees blocks that are kept for others until the group, which is about to enter, has room. Every accepted
@@ -176,7 +176,8 @@ class Room:
             # Blocks that the candidates took since then were free before.
             was_futile = before == attempt and wanted >= wanted_before
             # Assumes that they share no block: mostly even that is too little.
-            if missing > int(rows.num_slots[may_leave].sum()) // blocks.block_size or was_futile:
+            most = int(rows.num_slots[may_leave].sum()) // blocks.block_size * blocks.num_groups
+            if missing > most or was_futile:
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
         tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])

@@ -204,11 +204,12 @@ class Arrivals:
         sealed = dict[BlockId, BlockHash]()
         rows, blocks = state.batch.rows, state.batch.blocks
         for sequence in group.computing:
-            num_sealed = len(blocks.cached_start(sequence).blocks) if sequence.row is None else 0
-            if sequence.row is not None and rows.active[sequence.row]:
+            num_sealed = 0
+            if sequence.row is None:
+                num_sealed = len(blocks.cached_start(sequence).blocks) // blocks.num_groups
+            elif rows.active[sequence.row]:
                 num_sealed = int(rows.num_sealed[sequence.row])
-            hashes = sequence.prefix_hashes.first(num_sealed, sequence.token_ids)
-            sealed.update(zip(blocks.pool.hits(hashes), hashes, strict=False))
+            sealed.update(blocks.sealed_start(sequence, num_sealed))
         for step in state.in_flight:
             for block in step.from_host.tolist():
                 # Its content has not arrived yet.

@@ -4,6 +4,8 @@ import enum
 import sys
 from dataclasses import dataclass
 
+from scheduler_svc.core.paging.block_tables import LayerGroups
+
 
 class PolicyKind(enum.Enum):
     """In which order groups are admitted and preempted; see `policy`."""
@@ -37,7 +39,8 @@ class SchedulerConfig:
     With `prepares_constraints` the workers compile constraints on request, before rows need them. `max_adapters` is the
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
-    `caches_on_host` the host blocks also keep blocks that the pool evicts.
+    `caches_on_host` the host blocks also keep blocks that the pool evicts. The layers of the model are in `full_groups`
+    and `windowed_groups` (see `LayerGroups`).
     """
 
     num_blocks: int
@@ -61,6 +64,9 @@ class SchedulerConfig:
     max_drafts: int = 0
     max_passes: int = 1
     fixed_tokens: int = 16
+    full_groups: int = 1
+    windowed_groups: int = 0
+    window: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_passes"):
@@ -74,6 +80,12 @@ class SchedulerConfig:
         for name in ("num_host_blocks", "max_adapters", "max_drafts", "fixed_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
+        if self.full_groups + self.windowed_groups < 1 or min(self.full_groups, self.windowed_groups) < 0:
+            raise ValueError(f"the layers are in {self.full_groups} and {self.windowed_groups} groups, must be some")
+        if self.windowed_groups and (self.window < 1 or self.num_blocks <= self.full_groups + self.windowed_groups):
+            raise ValueError(
+                f"window is {self.window}, must be at least 1, and {self.num_blocks} blocks must be more than groups"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
         for name in ("pin_quota", "max_pinned", "tenant_overflow"):
@@ -90,6 +102,32 @@ class SchedulerConfig:
         ]
 
     @property
+    def groups(self) -> LayerGroups:
+        return LayerGroups(self.block_size, self.full_groups, self.windowed_groups, self.window)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks of the pool for sequences: all but the one that stands for blocks that no layer reads."""
+        return self.num_blocks - (self.windowed_groups > 0)
+
+    @property
+    def max_windowed(self) -> int:
+        """The maximum number of blocks that a sequence which is computed by itself holds of a windowed group: of the
+        window or of the chunk in flight, which is not sealed yet, and of the next chunk."""
+        chunk = self.max_num_batched_tokens
+        return -(-(max(self.window, chunk) + chunk) // self.block_size) + 1
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """The maximum number of blocks that a sequence which is computed by itself holds for this many tokens."""
+        num_logical = -(-num_tokens // self.block_size)
+        return self.full_groups * num_logical + self.windowed_groups * min(num_logical, self.max_windowed)
+
+    @property
     def max_len(self) -> int:
         """The maximum number of tokens of a sequence: the model's limit or the whole pool, whichever is less."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        num_blocks = self.num_usable_blocks
+        num_logical = num_blocks // (self.full_groups + self.windowed_groups)
+        if num_logical >= self.max_windowed and self.windowed_groups:
+            left = num_blocks - self.windowed_groups * self.max_windowed
+            num_logical = left // self.full_groups if self.full_groups else self.max_model_len
+        return min(self.max_model_len, num_logical * self.block_size)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from itertools import chain
 
-from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
+from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
@@ -32,10 +32,10 @@ def check(scheduler: Scheduler) -> None:
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
     reserved = scheduler.reservations.tables(*Kind)
-    _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired)])
+    _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired), [*blocks.blank]])
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
-    _check_pool(blocks.host.pool, [each.block_table for each in swapped])
+    _check_pool(blocks.host.pool, [*(each.block_table for each in swapped), blocks.blank_on_host])
     _check_seals(scheduler, running, blocks.pool)
     _check_seals(scheduler, swapped, blocks.host.pool)
     _check_sizes(scheduler)
@@ -45,6 +45,8 @@ def check(scheduler: Scheduler) -> None:
     _check_swapped(scheduler, swapped)
     _check_occupancy(scheduler, running)
     _check_rows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
+    if blocks.blank:
+        _check_windows(scheduler, [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING])
     _check_underway(scheduler)
     _check_held(scheduler)
     _check_preparations(scheduler)
@@ -78,11 +80,13 @@ def _check_pool(pool: PrefixIndex, tables: Iterable[SequenceOf[BlockId]]) -> Non
 
 
 def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIndex) -> None:
-    size = scheduler.config.block_size
+    size, num_groups = scheduler.config.block_size, scheduler.config.groups.num_groups
     for sequence in sequences:
         # Hashes are computed anew here: the hashes that the sequence keeps are under test.
-        table = sequence.block_table[: sequence.num_tokens // size]
-        true = _true_hashes(sequence.request.cache_root, pack(sequence.token_ids[: len(table) * size]), 4 * size)
+        num_full = min(len(sequence.block_table) // num_groups, sequence.num_tokens // size)
+        table = sequence.block_table[: num_full * num_groups]
+        hashes = _true_hashes(sequence.request.cache_root, pack(sequence.token_ids[: num_full * size]), 4 * size)
+        true = [in_group(content, group) for content in hashes for group in range(num_groups)]
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
             if sealed is not None and sealed != content:
                 raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
@@ -96,12 +100,13 @@ def _true_hashes(root: BlockHash, packed: bytes, block_bytes: int) -> tuple[Bloc
 
 def _check_sizes(scheduler: Scheduler) -> None:
     """No group holds, or would take to continue, more blocks than its request's maximum, so it can run by itself."""
-    blocks, size = scheduler.batch.blocks, scheduler.config.block_size
+    blocks = scheduler.batch.blocks
     for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
         for group in queue:
-            most = max_blocks(group.request, size)
+            most = max_blocks(group.request, scheduler.config)
             if queue is scheduler.running:
-                num_blocks = len(set(chain.from_iterable(each.block_table for each in group.unfinished)))
+                held = set(chain.from_iterable(each.block_table for each in group.unfinished))
+                num_blocks = len(held - blocks.blank)
             elif queue is scheduler.swapped:
                 num_blocks = blocks.blocks_to_swap_in(group.computing)
             else:
@@ -116,8 +121,10 @@ def _check_found(scheduler: Scheduler) -> None:
     for group in chain(scheduler.waiting, scheduler.swapped):
         for sequence in group.computing:
             start = blocks.cached_start(sequence)
-            hashes = sequence.prefix_hashes.first(len(start.blocks), sequence.token_ids)
-            if blocks.pool.hits(hashes) != start.blocks or blocks.pool.num_free_of(start.blocks) != start.num_free:
+            hashes = sequence.prefix_hashes.first(len(start.blocks) // blocks.num_groups, sequence.token_ids)
+            names = blocks.names.needed(hashes, 0)
+            found = [*chain(*([*blocks.blank] if name is None else blocks.pool.hits([name]) for name in names))]
+            if found != start.blocks or blocks.pool.num_free_of(start.blocks) != start.num_free:
                 raise InvariantViolationError(f"{group.request.request_id}: other blocks of it are cached than noted")
 
 
@@ -151,7 +158,7 @@ def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
             if sequence.block_table:
                 raise InvariantViolationError(f"{name}: holds blocks and is not swapped")
             continue
-        slots = len(sequence.block_table) * scheduler.config.block_size
+        slots = len(sequence.block_table) // scheduler.config.groups.num_groups * scheduler.config.block_size
         kept = sequence.num_swapped_tokens
         if not 0 < kept < sequence.num_tokens:
             raise InvariantViolationError(f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
@@ -205,7 +212,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
             raise InvariantViolationError(f"{name}: {planned} planned tokens, it ends at {sequence.request.max_len}")
         if computed > planned:
             raise InvariantViolationError(f"{name}: {computed} computed of {planned} tokens")
-        slots = len(sequence.block_table) * size
+        slots = len(sequence.block_table) // scheduler.config.groups.num_groups * size
         if num_slots != slots:
             raise InvariantViolationError(f"{name}: {num_slots} slots recorded, the table has {slots}")
         if computed > slots:
@@ -215,6 +222,26 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
         growth = (1 + scheduler.config.max_drafts) * scheduler.config.max_passes
         if unused >= size + _MAX_STEPS_IN_FLIGHT * growth:
             raise InvariantViolationError(f"{name}: {unused} slots are reserved ahead of need")
+
+
+def _check_windows(scheduler: Scheduler, running: list[Sequence]) -> None:
+    """Each row has the blocks that its next token reads, in all groups, and of windowed groups few others."""
+    rows, blank, groups = scheduler.batch.rows, scheduler.batch.blocks.blank, scheduler.config.groups
+    for sequence in running:
+        row, name = sequence.row, sequence.request.request_id
+        assert row is not None
+        table, size = sequence.block_table, groups.num_groups
+        computed = min(int(rows.num_computed[row] - rows.num_unsure[row]), sequence.num_tokens - 1)
+        needed = range(groups.first_read(computed), -(-int(rows.num_computed[row]) // groups.block_size))
+        for group in range(size):
+            entries = table[group::size]
+            held = {index for index, block in enumerate(entries) if block not in blank}
+            wanted = set(needed) if group >= groups.num_full else set(range(len(entries)))
+            if missing := wanted - held:
+                raise InvariantViolationError(f"{name}: blocks {sorted(missing)} of group {group} are missing")
+            most = len(entries) if group < groups.num_full else scheduler.config.max_windowed
+            if len(held) > most and sequence.request.num_sequences == 1:
+                raise InvariantViolationError(f"{name}: {len(held)} blocks of group {group}, it has at most {most}")
 
 
 def _check_underway(scheduler: Scheduler) -> None:

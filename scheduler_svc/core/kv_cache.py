@@ -4,9 +4,10 @@ This is bookkeeping only; workers move tensors before they run the step whose pl
 """
 
 import heapq
+import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
@@ -16,7 +17,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import BlockTables
-from scheduler_svc.core.prefix_index import CachedStart, HostMemory, PrefixIndex
+from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
 
@@ -31,14 +32,25 @@ _MAX_RECLAIMED, _MAX_RECLAIMED_BLOCKS = 256, 4096
 
 
 class BlockManager(BlockTables[Sequence]):
-    """Block tables whose sequences share cached blocks, of the pool and of the host."""
+    """Block tables whose sequences share cached blocks, of the pool and of the host.
 
-    def __init__(self, num_blocks: int, block_size: int, watermark: float) -> None:
-        pool, host = PrefixIndex(num_blocks), HostMemory(0, MoveCounts())
-        super().__init__(pool, host, block_size, watermark)
+    A sequence that is computed by itself has blocks of windowed groups only for the window and for the tokens that the
+    next steps compute; other entries of its table are in `blank`, a block that stands for blocks that no layer reads.
+    Sequences of one request that are computed together may share any block, and have all of them at first.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        pool, host = PrefixIndex(config.num_blocks), HostMemory(0, MoveCounts())
+        super().__init__(pool, host, config.groups, config.watermark)
         self.pool = pool
         self.host = host
         """Keeps blocks that the pool evicts."""
+        self.names = BlockNames(config.groups)
+        self._config = config
+        self.max_windowed = config.max_windowed
+        blank = pool.allocate(1 if self.groups.num_windowed else 0)
+        self.blank = frozenset(blank)
+        self._blanks = blank * self.groups.num_windowed
         self._retired: deque[Sequence] = deque()
         self._num_versions = 0
         self.num_looked_up = 0
@@ -49,7 +61,25 @@ class BlockManager(BlockTables[Sequence]):
     @classmethod
     def of(cls, config: SchedulerConfig) -> Self:
         """An empty pool of this size."""
-        return cls(config.num_blocks, config.block_size, config.watermark)
+        return cls(config)
+
+    def set_host(self, host: HostMemory) -> None:
+        """Exchanges the memory below the pool, before anything is swapped."""
+        self.host = host
+        if host.pool.num_blocks:
+            self._unread = {host.pool.allocate(1)[0]: block for block in self.blank}
+
+    @property
+    def blank_on_host(self) -> list[BlockId]:
+        """The host block that stands for `blank`."""
+        return list(self._unread)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return self._config.blocks_for(num_tokens)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        super().fork(parent, child)
+        child.windows_end = parent.windows_end
 
     def missing(self, num_blocks: int, *, reserve: int) -> int:
         """Blocks that must become free before such a group may start in addition to others."""
@@ -73,12 +103,66 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return super().allocate_slots(sequences)
-        before: dict[BlockHash, BlockId] = {}
+        before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         starts: list[tuple[int, int]] = []
         for sequence in sequences:
-            starts.append(self._allocate_one(sequence, self._shared(sequence, before)))
-            before.update(zip(self._full(sequence), sequence.block_table, strict=False))
+            shared = [block for block in self._shared(sequence, before) if block is not None]
+            starts.append(self._allocate_one(sequence, shared))
+            self._note_full(sequence, sequence.block_table, before)
         return starts
+
+    def num_new(self, num_entries: int, sequence: Sequence) -> int:
+        first, end = num_entries // self.num_groups, -(-sequence.num_tokens // self.block_size)
+        num_windowed = self._end_of_windows(first, end, sequence) - first
+        return self.groups.num_full * (end - first) + self.groups.num_windowed * num_windowed
+
+    def _end_of_windows(self, first: int, end: int, sequence: Sequence) -> int:
+        """The logical index up to which a sequence that computes its blocks from `first` to before `end` has blocks of
+        the windowed groups at first."""
+        if not self.groups.num_windowed or sequence.request.num_sequences > 1:
+            return end
+        return min(end, self.groups.first_read(first * self.block_size) + self.max_windowed)
+
+    def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
+        blocks = self.take(self.num_new(len(table), sequence))
+        if not self.blank:
+            return [*table, *blocks]
+        first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
+        sequence.windows_end = near = self._end_of_windows(first, end, sequence)
+        num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
+        table = [*table, *blocks[:num_near]]
+        for place in range(num_near, num_near + (end - near) * num_full, num_full):
+            table += [*blocks[place : place + num_full], *self._blanks]
+        if not num_full:
+            table += self._blanks * (end - near)
+        self.pool.touch(self._blanks * (end - near))
+        return table
+
+    def extend_windows(self, sequence: Sequence, end: int) -> list[tuple[int, BlockId]]:
+        """Gives a sequence blocks of the windowed groups up to the logical index `end`. Returns their places in its
+        table, and the blocks. Raises OutOfBlocksError."""
+        table, groups = sequence.block_table, self.groups
+        places = [
+            index * groups.num_groups + group
+            for index in range(sequence.windows_end, end)
+            for group in range(groups.num_full, groups.num_groups)
+        ]
+        blocks = self.take(len(places))
+        self.pool.free([table[place] for place in places])
+        for place, block in zip(places, blocks, strict=True):
+            table[place] = block
+        sequence.windows_end = max(end, sequence.windows_end)
+        return list(zip(places, blocks, strict=True))
+
+    def free_before_windows(self, sequence: Sequence, first: int, end: int) -> None:
+        """Frees the sequence's blocks of the windowed groups with logical indices from `first` to before `end`."""
+        table, size = sequence.block_table, self.num_groups
+        blanks = self._blanks * (end - first)
+        self.pool.touch(blanks)
+        for group in range(self.groups.num_full, size):
+            places = slice(first * size + group, end * size, size)
+            self.pool.free(table[places])
+            table[places] = blanks[: end - first]
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises
@@ -91,77 +175,122 @@ class BlockManager(BlockTables[Sequence]):
         neither."""
         if not self.host.caches:
             return shared
-        start = len(shared)
+        start = len(shared) // self.num_groups
+        hashes = self._find(sequence, start, self._is_here)
+        end = len(hashes)
+        self.num_looked_up += max(end - start, 0)
+        if end <= start:
+            return shared
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
-        sealed: list[tuple[BlockId, BlockHash]] = []
-        for index in range(start, self.num_shareable(sequence)):
-            (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
-            if hit := self.pool.hits((content,)):
+        for name in self.names.needed(hashes[start:], start):
+            hit = [] if name is None else self.pool.hits((name,))
+            if name is None or hit:
+                hit = [*self.blank] if name is None else hit
                 self.pool.touch(hit)
                 blocks += hit
-            elif (host := self.host.find(content)) is not None:
+            elif (host := self.host.find(name)) is not None:
                 self.host.pool.touch((host,))
+                found.append((len(blocks), host, name))
                 blocks.append(None)
-                found.append((index, host, content))
-            else:
-                break
-        self.num_looked_up += len(blocks)
-        for (index, host, content), block in zip(found, self.take(len(found)), strict=True):
+        sealed: list[tuple[BlockId, BlockHash]] = []
+        for (place, host, name), block in zip(found, self.take(len(found)), strict=True):
             self.host.load(host, block)
-            blocks[index - start] = block
-            self.pool.seal(block, content)
-            sealed.append((block, content))
+            blocks[place] = block
+            self.pool.seal(block, name)
+            sealed.append((block, name))
         self.sealed_by_step += sealed
-        self.tell(sequence, start, start + len(blocks), sealed)
+        self.tell(sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
 
-    def _shared(self, sequence: Sequence, before: Mapping[BlockHash, BlockId]) -> list[BlockId]:
-        """The blocks at the start of a sequence that it takes from the sequences `before` it, or else from the cache.
-        The former win: a sequence that may take few cached blocks has its own blocks of the same content, and the
-        cached ones have no holder then."""
-        cached = self.cached_start(sequence).blocks
-        shared: list[BlockId] = []
+    def _is_here(self, name: BlockHash) -> bool:
+        return bool(self.pool.hits((name,))) or name in self.host
+
+    def _find(self, sequence: Sequence, first: int, is_found: Callable[[BlockHash], bool]) -> list[BlockHash]:
+        """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
+        groups before the logical index `first` are known to be."""
+        hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
+        for index in range(first, self.num_shareable(sequence)):
+            (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
+            if not all(map(is_found, self.names.full(content))):
+                break
+            hashes.append(content)
+        end = self.groups.hit_length(len(hashes), lambda index: all(map(is_found, self.names.windowed(hashes[index]))))
+        return hashes[:end]
+
+    def _shared(
+        self, sequence: Sequence, before: Mapping[BlockHash, SequenceOf[BlockId | None]]
+    ) -> list[BlockId | None]:
+        """The blocks at the start of a sequence that it takes from the sequences `before` it (None for a block that is
+        not allocated yet), or else from the cache. The former win: a sequence that may take few cached blocks has its
+        own blocks of the same content, and the cached ones have no holder then."""
+        size, cached = self.num_groups, self.cached_start(sequence).blocks
+        shared: list[BlockId | None] = []
         for index, content in enumerate(self._shareable(sequence)):
+            place = index * size
             if content in before:
-                shared.append(before[content])
-            elif index < len(cached):
-                shared.append(cached[index])
+                shared += before[content]
+            elif place < len(cached):
+                shared += cached[place : place + size]
             else:
                 break
-        return shared
+        num_blocks = self.groups.hit_length(
+            len(shared) // size, lambda index: self.blank.isdisjoint(shared[index * size : index * size + size])
+        )
+        return shared[: num_blocks * size]
+
+    def _note_full(
+        self,
+        sequence: Sequence,
+        table: SequenceOf[BlockId | None],
+        before: dict[BlockHash, SequenceOf[BlockId | None]],
+    ) -> None:
+        """Adds the full blocks of a sequence with this table."""
+        size = self.num_groups
+        for index, content in enumerate(self._full(sequence)):
+            before[content] = table[index * size : index * size + size]
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
         if len(sequences) == 1:
             start = self.cached_start(sequences[0])
-            return self.blocks_for(sequences[0].num_tokens) - len(start.blocks) + start.num_free
-        known: set[BlockHash] = set()
-        needed = 0
+            return self.num_new(len(start.blocks), sequences[0]) + start.num_free
+        before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
+        hits, needed = set[BlockId](), 0
         for sequence in sequences:
-            needed += self.blocks_for(sequence.num_tokens)
-            cached = self.cached_start(sequence).blocks
-            for index, content in enumerate(self._shareable(sequence)):
-                if content in known:
-                    needed -= 1
-                elif index < len(cached):
-                    needed -= self.pool.ref_count(cached[index]) > 0
-                else:
-                    break
-            known.update(self._full(sequence))
-        return needed
+            shared = self._shared(sequence, before)
+            hits.update(block for block in shared if block is not None)
+            num_new = self.num_new(len(shared), sequence)
+            needed += num_new
+            self._note_full(sequence, [*shared, *[None] * num_new], before)
+        return needed + self.pool.num_free_of([*hits])
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that
         became available for hits."""
-        hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
-        pairs = zip(sequence.block_table[first:end], hashes, strict=True)
-        sealed = [(block, content) for block, content in pairs if self.pool.seal(block, content)]
+        names = sequence.prefix_hashes.between(first, end, sequence.token_ids)
+        if (size := self.num_groups) > 1:
+            names = [name for content in names for name in (*self.names.full(content), *self.names.windowed(content))]
+        pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
+        sealed = [(block, name) for block, name in pairs if block not in self.blank and self.pool.seal(block, name)]
         self.tell(sequence, first, end, sealed)
         return sealed
+
+    def sealed_start(self, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
+        """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
+        tokens read, or one token block before these, up to the first that a full group does not have."""
+        first = self.groups.first_read(max(num_blocks - 1, 0) * self.block_size)
+        for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
+            names = self.names.full(content)
+            blocks = self.pool.hits(names)
+            yield from zip(blocks, names, strict=False)
+            if len(blocks) < len(names):
+                return
+            for name in self.names.windowed(content) if index >= first else ():
+                yield from zip(self.pool.hits((name,)), (name,), strict=False)
 
     def tell(
         self, sequence: Sequence, first: int, end: int, sealed: SequenceOf[tuple[BlockId, BlockHash]] = ()
@@ -193,20 +322,26 @@ class BlockManager(BlockTables[Sequence]):
         """The cached blocks of waiting sequences, and the hashes, each once, of the blocks that they may take from
         others and that neither pool nor host have. With a tier, up to the first block that it does not have either."""
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
+
+        def is_somewhere(name: BlockHash) -> bool:
+            return tier is None or name in tier or self._is_here(name)
+
         for sequence in sequences:
-            start = self.cached_start(sequence).blocks
-            cached.update(dict.fromkeys(start))
-            for index in range(len(start), self.num_shareable(sequence)):
-                (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
-                if hits := self.pool.hits([content]):
+            start = self.cached_start(sequence)
+            cached.update(dict.fromkeys(start.blocks))
+            num_cached = len(start.blocks) // self.num_groups
+            hashes = self._find(sequence, num_cached, is_somewhere)
+            names = list(self.names.needed(hashes[num_cached:], num_cached))
+            if self.groups.num_windowed and tier is None and len(hashes) > num_cached:
+                # The newest block of a request that moves may not come; then windowed layers read one block earlier.
+                first = self.groups.first_read((len(hashes) - 1) * self.block_size)
+                names += itertools.chain(*map(self.names.windowed, hashes[first:]))
+            for name in filter(None, names):
+                if hits := self.pool.hits([name]):
                     cached.update(dict.fromkeys(hits))
-                    continue
-                if content in self.host:
-                    continue
-                if tier is not None and content not in tier:
-                    break
-                missing[content] = None
-        return list(cached), list(missing)
+                elif name not in self.host:
+                    missing[name] = None
+        return [block for block in cached if block not in self.blank], list(missing)
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
@@ -237,19 +372,57 @@ class BlockManager(BlockTables[Sequence]):
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
-        first, max_blocks = len(start.blocks), min(max_blocks, self.num_shareable(sequence))
-        count = _HASHES_AT_FIRST
-        while (num_known := len(start.blocks)) < max_blocks:
+        max_blocks = min(max_blocks, self.num_shareable(sequence))
+        if self.groups.num_windowed:
+            self._find_windows(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
+        else:
+            self._find_start(sequence, start, start.blocks, max_blocks)
+        return start
+
+    def _find_start(self, sequence: Sequence, start: CachedStart, blocks: list[BlockId], max_blocks: int) -> int:
+        """Extends the cached `blocks` of the full groups, up to `max_blocks` of each. Returns the number of each."""
+        size = self.groups.num_full
+        if not size:
+            return max_blocks
+        first, count = len(blocks) // size, _HASHES_AT_FIRST
+        while (num_known := len(blocks) // size) < max_blocks:
             end = min(first + count, max_blocks)
-            found = self.pool.hits(sequence.prefix_hashes.between(num_known, end, sequence.token_ids))
+            names = sequence.prefix_hashes.between(num_known, end, sequence.token_ids)
+            if size > 1:
+                names = list(itertools.chain(*map(self.names.full, names)))
+            found = self.pool.hits(names)
+            del found[len(found) // size * size :]
             if found:
-                self.num_looked_up += len(found)
+                self.num_looked_up += len(found) // size
                 self._num_versions += 1
-                self.pool.extend(start, found, self._num_versions)
-            if len(start.blocks) < end:
+                self.pool.extend(start, blocks, found, self._num_versions)
+            if len(blocks) // size < end:
                 break
             count *= 4
-        return start
+        return len(blocks) // size
+
+    def _find_windows(self, sequence: Sequence, start: CachedStart, num_found: int) -> None:
+        """Finds the longest start, of the `num_found` blocks that the full groups have, that all groups have."""
+        if start.num_seals == self.pool.num_seals and start.num_found == num_found:
+            return
+        start.num_seals, start.num_found = self.pool.num_seals, num_found
+        hashes = sequence.prefix_hashes.first(num_found, sequence.token_ids)
+        windowed: dict[int, list[BlockId]] = {}
+
+        def has_windowed(index: int) -> bool:
+            windowed[index] = self.pool.hits(self.names.windowed(hashes[index]))
+            return len(windowed[index]) == self.groups.num_windowed
+
+        size, end = self.groups.num_full, self.groups.hit_length(num_found, has_windowed)
+        first = self.groups.first_read(end * self.block_size)
+        blocks: list[BlockId] = []
+        for index in range(end):
+            blocks += start.full[index * size : index * size + size]
+            blocks += windowed[index] if index >= first else self._blanks
+        if blocks != start.blocks:
+            self._num_versions += 1
+            start.blocks, start.num_free = [], 0
+            self.pool.extend(start, start.blocks, blocks, self._num_versions)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
@@ -257,12 +430,12 @@ class BlockManager(BlockTables[Sequence]):
 
     def num_cached(self, sequence: Sequence) -> int:
         """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
-        return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks)
+        return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks) // self.num_groups
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
-        start = len(self.cached_start(sequence).blocks)
+        start = len(self.cached_start(sequence).blocks) // self.num_groups
         end = min(start + count, self.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.prefix_index import PrefixHashes
+from scheduler_svc.core.prefix_index import BlockNames, PrefixHashes
 from scheduler_svc.core.request import (
     Adapter,
     ClientId,
@@ -38,14 +38,15 @@ _NUM_PARTS = 8
 @dataclass(slots=True, eq=False)
 class Pin:
     """Whole blocks of a tenant's prefix, with its adapter. `blocks` are the blocks of its reservation, empty until
-    they are computed. `hashes` are the hashes of the blocks that it holds, or is to hold: `num_parts` of `max_parts`
-    are left."""
+    they are computed. `hashes` are the names of the blocks that it holds, or is to hold, at first `size` names:
+    `num_parts` of `max_parts` are left."""
 
     pin_id: str
     tenant: str
     adapter: Adapter | None
     token_ids: list[int]
     hashes: list[BlockHash]
+    size: int
     key: RequestKey
     expires_at: float
     time_to_live: float
@@ -83,7 +84,9 @@ class Pins:
 
     def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
         """`num_made` pins were made before; no new pin gets one of their handles."""
-        self._block_size = config.block_size
+        self._block_size, self._names = config.block_size, BlockNames(config.groups)
+        # The start of a prefix has no windows of its own.
+        self._max_parts = 1 if config.windowed_groups else _NUM_PARTS
         self._quota = int(config.pin_quota * config.num_blocks)
         self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
@@ -145,22 +148,23 @@ class Pins:
             raise RefusedError(f"the prefix has {len(token_ids)} tokens; it takes {self._block_size} to fill a block")
         hashes = PrefixHashes(cache_root(tenant, adapter), self._block_size).first(num_blocks, token_ids)
         pin_id = hashes[-1][:PIN_ID_BYTES].hex()
+        names = [name for name in self._names.needed(hashes, 0) if name is not None]
         pin = self._pins.get(pin_id)
-        if pin is not None and len(pin.hashes) == num_blocks:
+        if pin is not None and len(pin.hashes) == pin.size:
             pin.expires_at, pin.time_to_live, pin.num_parts = expires_at, time_to_live, pin.max_parts
             self._set_times(pin)
             return pin
-        self._check_quota(tenant, hashes)
+        self._check_quota(tenant, names)
         if pin is not None:
             self.remove(pin)
         self.num_made += 1
         key = RequestKey(PIN_CLIENT, Handle(self.num_made))
-        whole, parts = token_ids[: num_blocks * self._block_size], min(num_blocks, _NUM_PARTS)
-        pin = Pin(pin_id, tenant, adapter, whole, hashes, key, expires_at, time_to_live, parts, parts)
+        whole, parts = token_ids[: num_blocks * self._block_size], min(num_blocks, self._max_parts)
+        pin = Pin(pin_id, tenant, adapter, whole, names, len(names), key, expires_at, time_to_live, parts, parts)
         self._pins[pin_id] = self._by_key[key] = pin
         blocks = self._of_tenant.setdefault(tenant, Counter())
         self._num_blocks -= len(blocks)
-        blocks.update(hashes)
+        blocks.update(names)
         self._num_blocks += len(blocks)
         self._set_times(pin)
         return pin
@@ -210,8 +214,7 @@ class Pins:
 
     def _num_left(self, pin: Pin) -> int:
         """Blocks that a pin still has at this time."""
-        num_blocks = len(pin.token_ids) // self._block_size
-        return -(-num_blocks * pin.num_parts // pin.max_parts)
+        return -(-pin.size * pin.num_parts // pin.max_parts)
 
     def _cut(self, pin: Pin, num_left: int) -> None:
         """Keeps the first `num_left` blocks of the pin, and gives back the others."""

@@ -80,6 +80,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         state = self._state
         blocks = state.batch.blocks
         blocks.reclaim()
+        state.batch.free_before_windows()
         self._arrivals.expire_pins(now)
         state.reservations.expire_leases(now)
         self._begin_new(now)

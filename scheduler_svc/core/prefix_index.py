@@ -8,14 +8,14 @@ they can share the block. Hashes are computed here and never taken from others.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quire.messages.prefix_hashes import BlockHash, hash_chain, pack
+from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
-from scheduler_svc.core.paging.block_tables import HostBlocks
+from scheduler_svc.core.paging.block_tables import HostBlocks, LayerGroups
 
 
 class PrefixHashes:
@@ -52,20 +52,47 @@ class PrefixHashes:
         return twin
 
 
+class BlockNames:
+    """Names of blocks by group of layers, from hashes of their tokens. The first group's blocks have these hashes."""
+
+    def __init__(self, groups: LayerGroups) -> None:
+        self._groups = groups
+
+    def full(self, content: BlockHash) -> list[BlockHash]:
+        return [in_group(content, group) for group in range(self._groups.num_full)]
+
+    def windowed(self, content: BlockHash) -> list[BlockHash]:
+        return [in_group(content, group) for group in range(self._groups.num_full, self._groups.num_groups)]
+
+    def needed(self, hashes: Sequence[BlockHash], start: int) -> Iterator[BlockHash | None]:
+        """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the
+        next token is the first behind them; None for entries that no layer reads."""
+        first = self._groups.first_read((start + len(hashes)) * self._groups.block_size)
+        for index, content in enumerate(hashes, start):
+            yield from self.full(content)
+            names = self.windowed(content)
+            yield from names if index >= first else [None] * len(names)
+
+
 _MAX_CHANGES = 1 << 16
 """Changes that a pool remembers."""
 
 
 @dataclass(slots=True, eq=False)
 class CachedStart:
-    """The cached blocks found so far at the start of a waiting sequence; `num_free` of them have no holder. It holds no
-    references: `PrefixIndex.is_current` says whether all of it is still true. `version` changes with it."""
+    """The cached blocks found so far at the start of a waiting sequence, in the order of its table; `num_free` of them
+    have no holder. It holds no references: `PrefixIndex.is_current` says whether all of it is still true. `version`
+    changes with it. If there are windowed groups, `full` are the blocks of the other groups, `num_found` of each, and
+    `blocks` were found among these after `num_seals` seals of the pool."""
 
     pool: "PrefixIndex"
     version: int
     num_changes: int
+    full: list[BlockId] = field(default_factory=list[BlockId])
     blocks: list[BlockId] = field(default_factory=list[BlockId])
     num_free: int = 0
+    num_found: int = 0
+    num_seals: int = -1
 
 
 class PrefixIndex(BlockPool):
@@ -83,6 +110,8 @@ class PrefixIndex(BlockPool):
         self.log: CacheLog | None = None
         self.num_releases = 0
         """Number of times that references were dropped so far."""
+        self.num_seals = 0
+        """Number of times that a block got a hash so far."""
         # Blocks without a holder that can still be hit, least recently used first. The pool has the other free blocks.
         self._cached: OrderedDict[BlockId, None] = OrderedDict()
         self._hashes: list[BlockHash | None] = [None] * num_blocks
@@ -185,12 +214,13 @@ class PrefixIndex(BlockPool):
             blocks.append(block)
         return blocks
 
-    def extend(self, start: CachedStart, blocks: list[BlockId], version: int) -> None:
-        """Extends the start by these cached blocks."""
+    def extend(self, start: CachedStart, blocks: list[BlockId], found: list[BlockId], version: int) -> None:
+        """Extends `blocks`, which are a part of the start, by these cached blocks."""
         start.version = version
-        start.blocks += blocks
-        start.num_free += self.num_free_of(blocks)
-        self._found.update(blocks)
+        blocks += found
+        if blocks is start.blocks:
+            start.num_free += self.num_free_of(found)
+        self._found.update(found)
 
     def is_current(self, start: CachedStart) -> bool:
         """Whether all blocks can still be hit, and still have holders, or have none, as when they were found. Costs
@@ -199,7 +229,7 @@ class PrefixIndex(BlockPool):
             return False
         if start.num_changes < self.num_changes:
             recent = self._changes[start.num_changes - self._num_forgotten :]
-            if not set(recent).isdisjoint(start.blocks):
+            if not set(recent).isdisjoint(start.blocks) or not set(recent).isdisjoint(start.full):
                 return False
             start.num_changes = self.num_changes
         return True
@@ -222,6 +252,7 @@ class PrefixIndex(BlockPool):
             return False
         self._hashes[block] = content
         self._by_hash[content] = block
+        self.num_seals += 1
         return True
 
     def seal_moved(self, moved: Iterable[tuple[BlockId, BlockHash]]) -> None:
@@ -241,6 +272,7 @@ class PrefixIndex(BlockPool):
                 self._hashes[block] = content
                 self._by_hash[content] = block
                 self._cached[block] = None
+                self.num_seals += 1
                 if self.log is not None:
                     self.log.restored(content)
         self._free = [block for block in self._free if self._hashes[block] is None]
@@ -254,6 +286,7 @@ class PrefixIndex(BlockPool):
         if name not in self._by_hash and (block := self._by_hash.pop(content, None)) is not None:
             self._by_hash[name] = block
             self._hashes[block] = name
+            self.num_seals += 1
             self._note_changes((block,))
 
 

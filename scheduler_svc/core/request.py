@@ -252,16 +252,17 @@ def check_shared_bound(
         )
 
 
-def max_blocks(request: Request, block_size: int) -> int:
+def max_blocks(request: Request, config: SchedulerConfig) -> int:
     """The maximum number of blocks that the request ever holds: all sequences that have not ended share the full blocks
     of the prompt, and no other blocks."""
     # The last token of a sequence is never computed.
-    whole = -(-(request.max_len - 1) // block_size)
+    if request.num_sequences == 1:
+        return config.blocks_for(request.max_len - 1)
+    whole, shared = -(-(request.max_len - 1) // config.block_size), len(request.prompt) // config.block_size
     if request.max_tokens == 1:
-        return whole
-    shared = len(request.prompt) // block_size
+        shared = whole
     num_ended = sum(each.has_ended for each in request.emitted)
-    return shared + (request.num_sequences - num_ended) * (whole - shared)
+    return config.groups.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
 
 
 def _check_emitted(request: Request) -> None:
@@ -287,9 +288,9 @@ def _check_size(request: Request, config: SchedulerConfig) -> None:
         )
     if request.num_sequences > config.max_num_seqs:
         raise NeverFitsError(f"best_of is {request.num_sequences}; at most {config.max_num_seqs} sequences run at once")
-    needed = max_blocks(request, config.block_size)
-    if needed > config.num_blocks:
+    needed = max_blocks(request, config)
+    if needed > config.num_usable_blocks:
         raise NeverFitsError(
             f"{request.num_sequences} sequences of up to {request.max_len} tokens need {needed} blocks; the pool has "
-            f"{config.num_blocks}: ask for fewer sequences or tokens"
+            f"{config.num_usable_blocks}: ask for fewer sequences or tokens"
         )

@@ -39,6 +39,8 @@ class RowTable(batch.RowTable[Sequence]):
     """Tokens that the sequence had when it entered the batch."""
     num_sealed: Numbers
     """Blocks at the start of the block table that are sealed, or need not be."""
+    windows_start: Numbers
+    """Logical index from which the block table may have blocks of windowed groups."""
     seals_chunks: Flags
     """Each chunk of a prefill seals its blocks; False after a chunk that was not finite."""
     client: Numbers
@@ -75,10 +77,10 @@ class RowTable(batch.RowTable[Sequence]):
             self._adapters.use(request.adapter, 1)
         return row
 
-    def activate(self, row: int, sequence: Sequence, block_size: int, num_computed: int) -> None:
-        super().activate(row, sequence, block_size, num_computed)
+    def activate(self, row: int, sequence: Sequence, num_slots: int, num_computed: int) -> None:
+        super().activate(row, sequence, num_slots, num_computed)
         self.num_entered[row] = sequence.num_tokens
-        self.num_unsure[row] = 0
+        self.num_unsure[row] = self.windows_start[row] = 0
         self.seals_chunks[row] = True
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
@@ -86,6 +88,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
+        self.windows_start[child] = self.windows_start[parent]
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
         """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
@@ -282,7 +285,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         held = Counter[str]()
         for sequence in self.rows.sequences:
             if sequence is not None:
-                held[sequence.request.tenant] += len(sequence.block_table)
+                table = sequence.block_table
+                held[sequence.request.tenant] += len(table) - sum(map(table.count, self.blocks.blank))
         return held
 
     def num_new_tokens(self, group: SequenceGroup) -> int:
@@ -298,7 +302,48 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         rows, size = self.rows.active.nonzero()[0], self._block_size
         # The last token of a sequence is never computed and takes no slot.
         slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
-        return int(np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum())
+        num_new = np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum()
+        return int(num_new) * self._num_groups + self._blocks_for_chunks()
+
+    def blocks_for_decodes(self) -> int:
+        return super().blocks_for_decodes() + self._blocks_for_chunks()
+
+    def _blocks_for_chunks(self) -> int:
+        """Free blocks of the windowed groups that the next chunks of the rows' prefills take at most."""
+        if not self.blocks.blank:
+            return 0
+        rows, size = (self.rows.active & self.rows.prefills).nonzero()[0], self._block_size
+        ends = np.minimum(self.rows.num_computed[rows] + self._token_budget, self.rows.num_tokens[rows])
+        known = [self.sequence(row).windows_end for row in rows.tolist()]
+        num_new = np.maximum(-(-ends // size) - np.array(known, dtype=np.int64), 0)
+        return int(num_new.sum()) * self.blocks.groups.num_windowed
+
+    def free_before_windows(self) -> None:
+        """Frees the blocks of the windowed groups that no step after the planned ones reads. A block that is not sealed
+        yet stays until others can find it, unless the row holds its maximum of blocks."""
+        blocks, table = self.blocks, self.rows
+        if not blocks.blank:
+            return
+        rows = table.active.nonzero()[0]
+        computed = table.num_computed[rows] - table.num_unsure[rows]
+        # If the row leaves the batch, its newest known token is computed again.
+        position = np.minimum(computed, table.num_known[rows] - 1)
+        unread = np.maximum(position - blocks.groups.window + 1, 0) // self._block_size
+        must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.max_windowed
+        ends = np.minimum(unread, np.maximum(table.num_sealed[rows], must_go))
+        starts = table.windows_start[rows]
+        for place in (ends > starts).nonzero()[0].tolist():
+            row, end = int(rows[place]), int(ends[place])
+            blocks.free_before_windows(self.sequence(row), int(starts[place]), end)
+            table.windows_start[row] = end
+
+    def add_chunk(self, row: int, group: SequenceGroup) -> None:
+        if self.blocks.blank:
+            sequence, computed = self.sequence(row), int(self.rows.num_computed[row])
+            end = -(-(computed + min(self.rows.num_uncomputed(row), self.draft.budget)) // self._block_size)
+            for place, block in self.blocks.extend_windows(sequence, end):
+                self.draft.blocks[row, place] = block
+        super().add_chunk(row, group)
 
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""
@@ -364,7 +409,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         for growth in growths:
             slots = table.num_computed[rows] + 1 + growth - table.num_slots[rows]
             num_blocks = np.maximum(-(-slots // self._block_size), 0)
-            if growth.any() and self.blocks.has_room(int(num_blocks.sum()), reserve=0, others_run=True):
+            needed, reserve = int(num_blocks.sum()) * self._num_groups, self._blocks_for_chunks()
+            if growth.any() and self.blocks.has_room(needed, reserve=reserve, others_run=True):
                 self._append_blocks(rows.repeat(num_blocks))
                 return growth, further + 1
         return None, 1

@@ -36,7 +36,8 @@ class Sequence(paging.Sequence):
 
     If sequences are selected at the end, `cumulative_logprob` sums log probabilities, and `held_back` keeps the ones to
     deliver. While it waits or is swapped, `cached_start` has its blocks that `BlockManager` found in the prefix cache.
-    `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens.
+    `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens. It has blocks of
+    windowed groups of layers up to the logical index `windows_end`.
     """
 
     request: Request
@@ -47,6 +48,7 @@ class Sequence(paging.Sequence):
     cached_start: CachedStart | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    windows_end: int = 0
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:

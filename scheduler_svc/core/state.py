@@ -63,7 +63,7 @@ class State:
         """Makes the pools of a worker that has computed nothing."""
         config = self.config
         self.batch = Batch(config, self._make_blocks(config), self.queues)
-        self.batch.blocks.host = HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host)
+        self.batch.blocks.set_host(HostMemory(config.num_host_blocks, self.move_counts, caches=config.caches_on_host))
         self.reservations = Reservations(self.batch.blocks.pool)
         self.pins.move_to(self.reservations)
         self.promised = list[RequestKey]()

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self, TypeVar, cast
 import numpy as np
 
 from quire.messages.arrays import encode_int32
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, in_group
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import entropy
 from quire.runtime.settings import ConfigurationError
@@ -319,12 +319,20 @@ class RecordedScheduler:
         pools = self._core.batch.blocks.pool, self._core.batch.blocks.host.pool
         return content in self._core.tier or any(pool.hits([content]) for pool in pools)
 
-    def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int) -> None:
-        """Records that a restored block is number `index` of a sequence with these hashes."""
-        hider = self._hider
+    @property
+    def num_groups(self) -> int:
+        return self._core.config.groups.num_groups
+
+    def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int, group: int) -> None:
+        """Records that a restored block of a group of layers is number `index` of a sequence with these hashes."""
+        hider, name = self._hider, in_group(content, group)
         assert hider is not None
-        self.restored.discard(content)
-        self._put(lambda: messages.call_message("rename", name=hider.name_of(content), hash=hashes.of(index, hider)))
+        self.restored.discard(name)
+        self._put(
+            lambda: messages.call_message(
+                "rename", name=hider.name_of(name), hash=in_group(hashes.of(index, hider), group)
+            )
+        )
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         # Recordings show it as the start of another core, which takes over from this one.
@@ -370,16 +378,21 @@ class _ObservedHashes(PrefixHashes):
     def report(self, start: int, token_ids: Sequence[int]) -> None:
         """Reports the restored blocks whose tokens are known now, from the hash number `start` on."""
         restored, size = self._recorder.restored, self._block_size
-        found = [index for index in range(start, len(self._hashes)) if self._hashes[index] in restored]
+        found = [
+            (index, group)
+            for index in range(start, len(self._hashes))
+            for group in range(self._recorder.num_groups)
+            if in_group(self._hashes[index], group) in restored
+        ]
         if not found:
             return
         num_hidden = 0 if self._hidden is None else self._hidden.end
-        if num_hidden <= found[-1]:
-            tokens = list(token_ids[num_hidden * size : (found[-1] + 1) * size])
+        if num_hidden <= (last := found[-1][0]):
+            tokens = list(token_ids[num_hidden * size : (last + 1) * size])
             self._hidden = messages.HiddenHashes(self._root, size, self._hidden, tokens)
         assert self._hidden is not None
-        for index in found:
-            self._recorder.rename(self._hashes[index], self._hidden, index)
+        for index, group in found:
+            self._recorder.rename(self._hashes[index], self._hidden, index, group)
 
     def copy(self) -> PrefixHashes:
         twin = _ObservedHashes(self._root, self._block_size, self._recorder)

@@ -53,12 +53,12 @@ class RowTable(Generic[S]):
         sequence.row = row
         return row
 
-    def activate(self, row: int, sequence: S, block_size: int, num_computed: int) -> None:
+    def activate(self, row: int, sequence: S, num_slots: int, num_computed: int) -> None:
         """Starts the row's computation. The first `num_computed` tokens of its sequence are computed already."""
         self.active[row] = self.prefills[row] = True
         self.num_tokens[row] = self.num_known[row] = sequence.num_tokens
         self.num_computed[row] = num_computed
-        self.num_slots[row] = len(sequence.block_table) * block_size
+        self.num_slots[row] = num_slots
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
         """Continues the row `child`, which no step in flight samples, after all tokens of the parent."""
@@ -225,6 +225,7 @@ class Batch(Generic[S, G]):
         self.blocks, self.rows, self.draft = blocks, rows, draft
         self._waiting, self._swapped, self._running = queues
         self._block_size, self._token_budget, self._swaps_from = blocks.block_size, draft.budget, swaps_from
+        self._num_groups = blocks.num_groups
 
     def sequence(self, row: int) -> S:
         sequence = self.rows.sequences[row]
@@ -260,7 +261,8 @@ class Batch(Generic[S, G]):
     def enter(self, sequence: S, order: int, num_computed: int, num_cached_blocks: int) -> int:
         """Puts a sequence that has its blocks, the first of them from the cache, into a row. Returns the row."""
         row = self.rows.occupy(sequence, order)
-        self.rows.activate(row, sequence, self._block_size, num_computed)
+        num_slots = len(sequence.block_table) // self._num_groups * self._block_size
+        self.rows.activate(row, sequence, num_slots, num_computed)
         sequence.status = SequenceStatus.RUNNING
         self.draft.assign[row] = self._assignment(row, sequence)
         return row
@@ -347,11 +349,11 @@ class Batch(Generic[S, G]):
         rows = self.rows.decoding()
         writers = Counter(self._tail(row)[1] for row in rows[self.rows.shares_tail[rows]].tolist())
         num_copies = sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
-        return len(self.rows.without_slot(rows)) + num_copies
+        return (len(self.rows.without_slot(rows)) + num_copies) * self._num_groups
 
     def _tail(self, row: int) -> tuple[int, BlockId]:
-        """Logical index and block of the slot that the row's next token is written to."""
-        index = int(self.rows.num_computed[row]) // self._block_size
+        """The first entry of the table, and its block, that the row's next token is written to."""
+        index = int(self.rows.num_computed[row]) // self._block_size * self._num_groups
         return index, self.sequence(row).block_table[index]
 
     def add_decodes(self) -> None:
@@ -369,20 +371,22 @@ class Batch(Generic[S, G]):
         return rows
 
     def _append_blocks(self, rows: Array) -> None:
-        """Adds a block to the table of each of these rows, which may repeat; all in one call, which costs less."""
-        for row, block in zip(rows.tolist(), self.blocks.take(len(rows)), strict=True):
+        """Adds blocks of `block_size` tokens to the table of each of these rows, which may repeat; all in one call."""
+        entries = rows.repeat(self._num_groups) if self._num_groups > 1 else rows
+        for row, block in zip(entries.tolist(), self.blocks.take(len(entries)), strict=True):
             table = self.sequence(row).block_table
             self.draft.blocks[row, len(table)] = block
             table.append(block)
         np.add.at(self.rows.num_slots, rows, self._block_size)
 
     def _copy_on_write(self, row: int) -> None:
-        """Gives a row that is about to write to a shared block its own copy; the last holder writes in place."""
-        index, _ = self._tail(row)
-        pair = self.blocks.make_writable(self.sequence(row), index)
-        if pair is not None:
-            self.draft.copies.append(pair)
-            self.draft.blocks[row, index] = pair[1]
+        """Gives a row that is about to write to shared blocks its own copies; the last holder writes in place."""
+        first, _ = self._tail(row)
+        for index in range(first, first + self._num_groups):
+            pair = self.blocks.make_writable(self.sequence(row), index)
+            if pair is not None:
+                self.draft.copies.append(pair)
+                self.draft.blocks[row, index] = pair[1]
         self.rows.shares_tail[row] = False
 
     def add_chunk(self, row: int, group: G) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Generic
@@ -11,22 +12,38 @@ from scheduler_svc.core.paging.sequence import S
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """The needs of layers in which each token reads all tokens before it. Other kinds of layers override them."""
+class LayerGroups:
+    """Groups of the layers of a model. A block has `block_size` tokens of the layers of one group, so a block table has
+    `num_groups` entries for each `block_size` tokens: first of the groups whose layers read all tokens before a token,
+    then of `num_windowed` groups, whose layers read only the last `window` tokens, itself included."""
 
     block_size: int
+    num_full: int = 1
+    num_windowed: int = 0
+    window: int = 0
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks of a table for this many tokens."""
-        return -(-num_tokens // self.block_size)
+    @property
+    def num_groups(self) -> int:
+        return self.num_full + self.num_windowed
 
-    def may_free(self, num_computed_tokens: int) -> int:
-        """Blocks at the start of a table that no token after the first `num_computed_tokens` reads."""
-        return 0
+    def table_length(self, num_tokens: int) -> int:
+        """Entries of a table for this many tokens."""
+        return -(-num_tokens // self.block_size) * self.num_groups
 
-    def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
-        """Blocks at the start of a sequence that need no computation, given the cached block of each logical index."""
-        return cached.index(None) if None in cached else len(cached)
+    def first_read(self, position: int) -> int:
+        """The first logical block that windowed layers read for the token at this position."""
+        return max(position - self.window + 1, 0) // self.block_size
+
+    def hit_length(self, num_blocks: int, has_windowed: Callable[[int], bool]) -> int:
+        """Blocks at the start of a sequence that need no computation: the most that all groups can serve. The full
+        groups have the first `num_blocks`; `has_windowed` says whether the windowed groups have one of these."""
+        while self.num_windowed and num_blocks:
+            needed = range(num_blocks - 1, self.first_read(num_blocks * self.block_size) - 1, -1)
+            missing = next((index for index in needed if not has_windowed(index)), None)
+            if missing is None:
+                break
+            num_blocks = missing
+        return num_blocks
 
 
 class HostBlocks:
@@ -61,16 +78,18 @@ class BlockTables(Generic[S]):
     overrides `cached` and `reuse`. `watermark` is the share of the pool that admission leaves free, so that a newly
     admitted sequence is not preempted at once for want of a block."""
 
-    def __init__(self, pool: BlockPool, host: HostBlocks, block_size: int, watermark: float) -> None:
+    def __init__(self, pool: BlockPool, host: HostBlocks, groups: LayerGroups, watermark: float) -> None:
         self.pool = pool
         self.host = host
-        self.block_size = block_size
-        self.layers = LayerGroup(block_size)
+        self.groups = groups
+        self.block_size, self.num_groups = groups.block_size, groups.num_groups
+        # Entries of tables that no layer reads, by their host blocks.
+        self._unread: dict[BlockId, BlockId] = {}
         self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return self.layers.blocks_needed(num_tokens)
+        """Blocks that a sequence of this many tokens holds."""
+        return self.groups.table_length(num_tokens)
 
     def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
         """Whether a group that takes this many free blocks may start. If `others_run`, it must leave `reserve` blocks
@@ -110,11 +129,19 @@ class BlockTables(Generic[S]):
 
     def _allocate_one(self, sequence: S, shared: list[BlockId]) -> tuple[int, int]:
         assert not sequence.block_table, "the sequence has blocks already"
-        shared = shared[: self.layers.hit_length(shared)]
         self.reuse(sequence, shared)
         shared = self.more_cached(sequence, shared)
-        sequence.block_table = [*shared, *self.take(self.blocks_for(sequence.num_tokens) - len(shared))]
-        return len(shared) * self.block_size, len(shared)
+        sequence.block_table = self._extended(shared, sequence)
+        num_cached = len(shared) // self.num_groups
+        return num_cached * self.block_size, num_cached
+
+    def num_new(self, num_entries: int, sequence: S) -> int:
+        """Blocks that a table of this many entries takes for all tokens of the sequence."""
+        return self.groups.table_length(sequence.num_tokens) - num_entries
+
+    def _extended(self, table: list[BlockId], sequence: S) -> list[BlockId]:
+        """The table with new blocks for all further tokens of the sequence."""
+        return [*table, *self.take(self.num_new(len(table), sequence))]
 
     def fork(self, parent: S, child: S) -> None:
         """The child, which has no blocks, shares all of the parent's (the paper's section 4.4)."""
@@ -145,12 +172,13 @@ class BlockTables(Generic[S]):
 
     def can_swap_out(self, sequences: SequenceOf[S]) -> bool:
         """Whether the host pool has room for the tokens in `num_swapped_tokens` of each sequence."""
-        return len({block for each in sequences for block in self._kept(each)}) <= self.host.pool.num_free
+        kept = {block for each in sequences for block in self._kept(each)}
+        return len(kept.difference(self._unread.values())) <= self.host.pool.num_free
 
     def swap_out(self, sequences: SequenceOf[S]) -> None:
         """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. A block
         that several sequences share moves once, and they share it again when they are back."""
-        host_of: dict[BlockId, BlockId] = {}
+        host_of = {block: host for host, block in self._unread.items()}
         for sequence in sequences:
             kept = self._kept(sequence)
             self.host.pool.touch([host_of[block] for block in kept if block in host_of])
@@ -167,11 +195,11 @@ class BlockTables(Generic[S]):
         for sequence in sequences:
             cached = self.cached(sequence)
             from_host = sequence.block_table[len(cached) :]
-            num_new += self.blocks_for(sequence.num_tokens) - len(cached) - len(from_host)
+            num_new += self.num_new(len(cached) + len(from_host), sequence)
             hits.update(cached)
-            holders.update(from_host)
-            tail = max(sequence.num_swapped_tokens // self.block_size - len(cached), 0)
-            writers.update(from_host[tail : tail + 1])
+            holders.update(block for block in from_host if block not in self._unread)
+            tail = max(sequence.num_swapped_tokens // self.block_size * self.num_groups - len(cached), 0)
+            writers.update(from_host[tail : tail + self.num_groups])
         # The last holder of a block writes in place.
         num_copies = sum(min(count, holders[block] - 1) for block, count in writers.items())
         return self.pool.num_free_of([*hits]) + len(holders) + num_new + num_copies
@@ -181,7 +209,7 @@ class BlockTables(Generic[S]):
         hits = [self.cached(sequence) for sequence in sequences]
         for sequence, cached in zip(sequences, hits, strict=True):
             self.reuse(sequence, cached)
-        gpu_of: dict[BlockId, BlockId] = {}
+        gpu_of = dict(self._unread)
         starts: list[tuple[int, int]] = []
         for sequence, cached in zip(sequences, hits, strict=True):
             from_host = sequence.block_table[len(cached) :]
@@ -192,8 +220,9 @@ class BlockTables(Generic[S]):
                 gpu_of[host] = block
             self.free_swapped(sequence)
             known = [*cached, *(gpu_of[block] for block in from_host)]
-            sequence.block_table = [*known, *self.take(self.blocks_for(sequence.num_tokens) - len(known))]
-            starts.append((max(sequence.num_swapped_tokens, len(cached) * self.block_size), len(cached)))
+            sequence.block_table = self._extended(known, sequence)
+            num_cached = len(cached) // self.num_groups
+            starts.append((max(sequence.num_swapped_tokens, num_cached * self.block_size), num_cached))
         return starts
 
     def free_swapped(self, sequence: S) -> None:
@@ -202,4 +231,4 @@ class BlockTables(Generic[S]):
         sequence.block_table = []
 
     def _kept(self, sequence: S) -> list[BlockId]:
-        return sequence.block_table[: self.blocks_for(sequence.num_swapped_tokens)]
+        return sequence.block_table[: self.groups.table_length(sequence.num_swapped_tokens)]

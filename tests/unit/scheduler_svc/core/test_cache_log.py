@@ -102,7 +102,7 @@ def test_a_block_from_disk_behind_blocks_of_the_host_is_told_with_its_tokens_whe
 
 
 def test_blocks_that_came_are_told_with_their_tokens_when_a_request_that_was_swapped_out_comes_back_to_them():
-    blocks, log = BlockManager(8, 4, 0.0), CacheLog()
+    blocks, log = BlockManager(make_config(num_blocks=8, block_size=4, watermark=0.0)), CacheLog()
     blocks.host, blocks.pool.log = HostMemory(8, MoveCounts()), log
     pool = blocks.pool
     sequence = Sequence.of(make_request(1, prompt=PROMPT), 0, list(PROMPT), 4)

@@ -65,7 +65,7 @@ def test_a_request_runs_to_its_end_in_the_smallest_pool_that_it_is_admitted_to(
 ):
     config = make_config(
         # A sequence may be no longer than the pool, its last token included.
-        num_blocks=max(max_blocks(request, block_size), -(-request.max_len // block_size)),
+        num_blocks=max(max_blocks(request, make_config(block_size=block_size)), -(-request.max_len // block_size)),
         block_size=block_size,
         max_num_batched_tokens=max(budget, 8),
         num_host_blocks=num_host_blocks,
@@ -94,7 +94,7 @@ def test_a_request_without_a_stop_holds_as_many_blocks_as_it_is_refused_for(prom
         most = max(most, driver.scheduler.batch.blocks.pool.num_used)
         driver.deliver()
     assert driver.finished == {1}
-    assert most == max_blocks(request, block_size)
+    assert most == max_blocks(request, driver.scheduler.config)
 
 
 def make_driver(max_in_flight: int = 1, **config) -> Driver:

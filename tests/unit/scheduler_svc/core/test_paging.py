@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import numpy as np
 from scheduler_svc.core import paging
 from scheduler_svc.core.paging.batch import StepPlan
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
-from scheduler_svc.core.paging.block_tables import BlockTables, HostBlocks, LayerGroup
+from scheduler_svc.core.paging.block_tables import BlockTables, HostBlocks, LayerGroups
 from scheduler_svc.core.paging.scheduler import Scheduler
 from scheduler_svc.core.paging.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -21,8 +19,13 @@ _MAX_LINES = 1000
 """Lines of the package, with docstrings and comments."""
 
 
-def make_scheduler(num_blocks: int = 16, num_host_blocks: int = 0, swaps_from: int = 2) -> Scheduler:
-    blocks = BlockTables[Sequence](BlockPool(num_blocks), HostBlocks(BlockPool(num_host_blocks)), 4, watermark=0.0)
+DENSE = LayerGroups(block_size=4)
+
+
+def make_scheduler(
+    num_blocks: int = 16, num_host_blocks: int = 0, swaps_from: int = 2, groups: LayerGroups = DENSE
+) -> Scheduler:
+    blocks = BlockTables[Sequence](BlockPool(num_blocks), HostBlocks(BlockPool(num_host_blocks)), groups, watermark=0.0)
     return Scheduler(blocks, max_num_seqs=8, token_budget=32, swaps_from=swaps_from)
 
 
@@ -169,42 +172,44 @@ def test_a_result_of_a_row_that_was_released_is_dropped():
     assert (group.sequences[0].status, group.sequences[0].num_output_tokens) == (SequenceStatus.WAITING, 0)
 
 
-@dataclass(frozen=True)
-class Window(LayerGroup):
-    """Layers whose tokens read the last `size` tokens only."""
-
-    size: int
-
-    def may_free(self, num_computed_tokens: int) -> int:
-        return max(num_computed_tokens - self.size + 1, 0) // self.block_size
-
-    def hit_length(self, cached: SequenceOf[BlockId | None]) -> int:
-        """The longest start whose last window is cached."""
-        needed = -(-self.size // self.block_size)
-        ends = (end for end in range(len(cached), 0, -1) if None not in cached[max(end - needed, 0) : end])
-        return next(ends, 0)
-
-
-def test_two_groups_of_layers_answer_what_they_need_and_agree_on_a_hit():
-    groups: list[LayerGroup] = [LayerGroup(4), Window(4, size=8)]
-    assert [each.blocks_needed(18) for each in groups] == [5, 5]
+def test_a_hit_is_as_long_as_all_groups_of_layers_can_serve():
+    groups = LayerGroups(4, num_full=1, num_windowed=2, window=8)
+    assert (groups.num_groups, groups.table_length(18)) == (3, 15)
     # Token 18 reads the tokens 11 to 18 of the window: blocks 0 and 1 are not read any more.
-    assert [each.may_free(18) for each in groups] == [0, 2]
-    full, window = [[0, 1, 2, 3, None], [None, None, 7, 8, 9]]
-    cached = [[None if each is None else BlockId(each) for each in blocks] for blocks in (full, window)]
-    lengths = [5]
-    # Each group shortens what the others found, until all agree.
-    while len(set(lengths)) > 1 or len(lengths) == 1:
-        lengths = [group.hit_length(blocks[: min(lengths)]) for group, blocks in zip(groups, cached, strict=True)]
-    assert lengths == [4, 4]
+    assert [groups.first_read(position) for position in (0, 7, 10, 11, 18)] == [0, 0, 0, 1, 2]
+    # The full group has four blocks. Token 16 reads tokens 9 to 15, so blocks 2 and 3.
+    assert groups.hit_length(4, {2, 3}.__contains__) == 4
+    # Without block 3 the next token is 12, which reads tokens 5 to 11, so blocks 1 and 2.
+    assert groups.hit_length(4, {1, 2}.__contains__) == 3
+    assert groups.hit_length(4, {0, 2}.__contains__) == 1
+    assert DENSE.hit_length(4, set[int]().__contains__) == 4
 
 
-def test_block_tables_take_a_hit_as_long_as_their_layers_say():
+def test_a_table_has_a_block_of_each_group_and_a_fork_copies_the_tail_of_each():
+    scheduler = make_scheduler(groups=LayerGroups(4, num_full=2))
+    group = add_request(scheduler, 1, 7, 4, num_sequences=2)
+    run_step(scheduler)
+    assert tables(group) == [[0, 1, 2, 3]] * 2
+    plan, _ = run_step(scheduler)
+    assert plan.copy.tolist() == [[2, 4], [3, 5]]
+    assert plan.block_table_deltas.tolist() == [[0, 2, 4], [0, 3, 5]]
+    assert run_to_end(scheduler) == [group]
+
+
+def test_swap_and_decodes_with_two_groups():
+    scheduler = make_scheduler(num_blocks=14, num_host_blocks=16, swaps_from=1, groups=LayerGroups(4, num_full=2))
+    groups = [add_request(scheduler, order, 8, 9, num_sequences=2) for order in (1, 2)]
+    assert run_to_end(scheduler) == groups
+    assert groups[1].preemptions > 0
+    assert [each.token_ids for each in groups[1].sequences] == [[*range(8), *[7] * 9]] * 2
+
+
+def test_block_tables_take_cached_blocks():
     class Cached(BlockTables[Sequence]):
         def cached(self, sequence: Sequence) -> list[BlockId]:
             return [BlockId(5), BlockId(6)]
 
-    blocks = Cached(BlockPool(8), HostBlocks(BlockPool(0)), 4, 0.0)
+    blocks = Cached(BlockPool(8), HostBlocks(BlockPool(0)), DENSE, 0.0)
     blocks.pool.allocate(7)
     sequence = Sequence(key="a", index=0, token_ids=list(range(10)), num_prompt_tokens=10, max_len=12)
     assert blocks.allocate_slots([sequence]) == [(8, 2)]

@@ -143,7 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return (
             request.max_len <= config.max_len
             and request.num_sequences <= config.max_num_seqs
-            and max_blocks(request, config.block_size) <= config.num_blocks
+            and max_blocks(request, config) <= config.num_usable_blocks
         )
 
     def _submit(self, request):
