@@ -129,7 +129,7 @@ class Room:
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
         arriving = set(itertools.chain(*fetches))
-        cached = set(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing)))
+        cached = set(itertools.chain(*(blocks.cached(each) for each in group.computing)))
         cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])

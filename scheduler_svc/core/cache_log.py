@@ -10,13 +10,15 @@ from quire.messages.prefix_hashes import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
-    """The content of a block: its tokens, the block `parent` before it (None at the start of a prompt), and the digest
-    and name of the adapter that computed them (both None for the base model)."""
+    """The content of a block: its tokens, the block `parent` before it (None at the start of a prompt), the digest and
+    name of the adapter that computed them (both None for the base model), and its group of layers. The parent's name
+    is the one in group 0."""
 
     parent: BlockHash | None
     token_ids: list[int]
     adapter_digest: bytes | None = None
     adapter_name: str | None = None
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,9 +82,9 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must not be negative")
         if self.full_groups + self.windowed_groups < 1 or min(self.full_groups, self.windowed_groups) < 0:
             raise ValueError(f"the layers are in {self.full_groups} and {self.windowed_groups} groups, must be some")
-        if self.windowed_groups and (self.window < 1 or self.num_blocks <= self.full_groups + self.windowed_groups):
+        if self.windowed_groups and (self.window < 2 or self.num_blocks <= self.full_groups + self.windowed_groups):
             raise ValueError(
-                f"window is {self.window}, must be at least 1, and {self.num_blocks} blocks must be more than groups"
+                f"window is {self.window}, must be at least 2, and {self.num_blocks} blocks must be more than groups"
             )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
@@ -111,11 +111,17 @@ class SchedulerConfig:
         return self.num_blocks - (self.windowed_groups > 0)
 
     @property
-    def max_windowed(self) -> int:
-        """The maximum number of blocks that a sequence which is computed by itself holds of a windowed group: of the
-        window or of the chunk in flight, which is not sealed yet, and of the next chunk."""
+    def windows_reach(self) -> int:
+        """Blocks of each windowed group that a sequence which is computed by itself gets at first: for the window, or
+        the chunk in flight, which is not sealed yet, and for the next chunk."""
         chunk = self.max_num_batched_tokens
         return -(-(max(self.window, chunk) + chunk) // self.block_size) + 1
+
+    @property
+    def max_windowed(self) -> int:
+        """The maximum number of blocks that such a sequence holds of a windowed group. When it comes back from host
+        memory, it may have a window of cached blocks that it does not read."""
+        return self.windows_reach + -(-self.window // self.block_size) + 2
 
     def blocks_for(self, num_tokens: int) -> int:
         """The maximum number of blocks that a sequence which is computed by itself holds for this many tokens."""

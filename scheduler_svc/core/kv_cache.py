@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import MoveCounts
@@ -47,7 +47,7 @@ class BlockManager(BlockTables[Sequence]):
         """Keeps blocks that the pool evicts."""
         self.names = BlockNames(config.groups)
         self._config = config
-        self.max_windowed = config.max_windowed
+        self.windows_reach = config.windows_reach
         blank = pool.allocate(1 if self.groups.num_windowed else 0)
         self.blank = frozenset(blank)
         self._blanks = blank * self.groups.num_windowed
@@ -86,7 +86,10 @@ class BlockManager(BlockTables[Sequence]):
         return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
 
     def cached(self, sequence: Sequence) -> list[BlockId]:
-        return self.cached_start(sequence).blocks
+        """Sequences that are computed together share all blocks that they have in common only if each has the windows
+        of the others."""
+        is_alone = sequence.request.num_sequences == 1
+        return self.cached_start(sequence).blocks if is_alone or not self.blank else []
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
@@ -102,7 +105,7 @@ class BlockManager(BlockTables[Sequence]):
         Raises OutOfBlocksError.
         """
         if len(sequences) == 1:
-            return super().allocate_slots(sequences)
+            return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         starts: list[tuple[int, int]] = []
         for sequence in sequences:
@@ -121,7 +124,7 @@ class BlockManager(BlockTables[Sequence]):
         the windowed groups at first."""
         if not self.groups.num_windowed or sequence.request.num_sequences > 1:
             return end
-        return min(end, self.groups.first_read(first * self.block_size) + self.max_windowed)
+        return min(end, self.groups.first_read(first * self.block_size) + self.windows_reach)
 
     def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         blocks = self.take(self.num_new(len(table), sequence))
@@ -131,10 +134,9 @@ class BlockManager(BlockTables[Sequence]):
         sequence.windows_end = near = self._end_of_windows(first, end, sequence)
         num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
         table = [*table, *blocks[:num_near]]
-        for place in range(num_near, num_near + (end - near) * num_full, num_full):
+        for index in range(end - near):
+            place = num_near + index * num_full
             table += [*blocks[place : place + num_full], *self._blanks]
-        if not num_full:
-            table += self._blanks * (end - near)
         self.pool.touch(self._blanks * (end - near))
         return table
 
@@ -154,10 +156,15 @@ class BlockManager(BlockTables[Sequence]):
         sequence.windows_end = max(end, sequence.windows_end)
         return list(zip(places, blocks, strict=True))
 
-    def free_before_windows(self, sequence: Sequence, first: int, end: int) -> None:
-        """Frees the sequence's blocks of the windowed groups with logical indices from `first` to before `end`."""
-        table, size = sequence.block_table, self.num_groups
-        blanks = self._blanks * (end - first)
+    def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
+        if self.blank:
+            for each in sequences:
+                self.free_before_windows(each.block_table, 0, self.groups.first_read(each.num_swapped_tokens))
+        super().swap_out(sequences)
+
+    def free_before_windows(self, table: list[BlockId], first: int, end: int) -> None:
+        """Frees the blocks of the windowed groups in a table, with logical indices from `first` to before `end`."""
+        size, blanks = self.num_groups, self._blanks * (end - first)
         self.pool.touch(blanks)
         for group in range(self.groups.num_full, size):
             places = slice(first * size + group, end * size, size)
@@ -226,7 +233,7 @@ class BlockManager(BlockTables[Sequence]):
         """The blocks at the start of a sequence that it takes from the sequences `before` it (None for a block that is
         not allocated yet), or else from the cache. The former win: a sequence that may take few cached blocks has its
         own blocks of the same content, and the cached ones have no holder then."""
-        size, cached = self.num_groups, self.cached_start(sequence).blocks
+        size, cached = self.num_groups, self.cached(sequence)
         shared: list[BlockId | None] = []
         for index, content in enumerate(self._shareable(sequence)):
             place = index * size
@@ -300,21 +307,23 @@ class BlockManager(BlockTables[Sequence]):
         log = self.pool.log
         if log is None or not (sealed or log.unread):
             return
-        fresh = {content for _, content in sealed}
+        fresh = {name for _, name in sealed}
         for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
-            if content in fresh:
-                log.stored(content, self._cached_tokens(sequence, index))
-            elif content in log.unread:
-                log.read(content, self._cached_tokens(sequence, index))
+            for group in range(self.num_groups):
+                name = in_group(content, group)
+                if name in fresh:
+                    log.stored(name, self._cached_tokens(sequence, index, group))
+                elif name in log.unread:
+                    log.read(name, self._cached_tokens(sequence, index, group))
 
-    def _cached_tokens(self, sequence: Sequence, index: int) -> CachedTokens:
-        """The content of the sequence's block with this logical index."""
+    def _cached_tokens(self, sequence: Sequence, index: int, group: int) -> CachedTokens:
+        """The content of the sequence's block of a group with this logical index."""
         parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
         start = index * self.block_size
         token_ids = sequence.token_ids[start : start + self.block_size]
         if (adapter := sequence.request.adapter) is None:
-            return CachedTokens(parent, token_ids)
-        return CachedTokens(parent, token_ids, adapter.digest, adapter.name)
+            return CachedTokens(parent, token_ids, group=group)
+        return CachedTokens(parent, token_ids, adapter.digest, adapter.name, group)
 
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None

@@ -329,12 +329,12 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         # If the row leaves the batch, its newest known token is computed again.
         position = np.minimum(computed, table.num_known[rows] - 1)
         unread = np.maximum(position - blocks.groups.window + 1, 0) // self._block_size
-        must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.max_windowed
+        must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.windows_reach
         ends = np.minimum(unread, np.maximum(table.num_sealed[rows], must_go))
         starts = table.windows_start[rows]
         for place in (ends > starts).nonzero()[0].tolist():
             row, end = int(rows[place]), int(ends[place])
-            blocks.free_before_windows(self.sequence(row), int(starts[place]), end)
+            blocks.free_before_windows(self.sequence(row).block_table, int(starts[place]), end)
             table.windows_start[row] = end
 
     def add_chunk(self, row: int, group: SequenceGroup) -> None:

@@ -194,7 +194,8 @@ class CacheDigest:
             self._unread = None
         self._pool.remove(self._sampled(changes.removed))
         self._below.remove(self._sampled((*changes.tier_removed, *changes.host_removed)))
-        self._store(changes.stored, (*changes.tier_stored, *changes.host_stored))
+        stored = [content for content, tokens in changes.stored.items() if tokens is None or not tokens.group]
+        self._store(stored, (*changes.tier_stored, *changes.host_stored))
 
     def _store(self, blocks: Iterable[BlockHash], below: Iterable[BlockHash]) -> None:
         self._pool.store(self._sampled(blocks))

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.messages.prefix_hashes import BlockHash, short
+from quire.messages.prefix_hashes import BlockHash, in_group, short
 from quire.rpc.address import UnixAddress, check_bindable
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
@@ -64,6 +64,13 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     lora_name: str | None = None
 
 
+class GroupBlockStored(BlockStored, tag="BlockStored"):
+    """The same for blocks of one group of layers of a model that has several."""
+
+    extra_keys: None = None
+    group_idx: int = 0
+
+
 class BlockRemoved(msgspec.Struct, tag=True, gc=False):
     """Blocks left the cache."""
 
@@ -81,15 +88,19 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 def payload_of(events: list[Event], *, at: float, as_maps: bool) -> bytes:
     """One batch in MessagePack: the time in seconds since 1970, the events, and the data parallel rank, always 0. An
     event is a map with its name under "type", or a list of its name and its fields."""
-    written = events if as_maps else [(type(event).__name__, *msgspec.structs.astuple(event)) for event in events]
+    written = events if as_maps else [(_name_of(event), *msgspec.structs.astuple(event)) for event in events]
     return msgspec.msgpack.encode((at, written, 0))
 
 
-def events_of(changes: CacheChanges, block_size: int, *, with_tiers: bool) -> list[Event]:
+def _name_of(event: Event) -> str:
+    return str(event.__struct_config__.tag)
+
+
+def events_of(changes: CacheChanges, config: SchedulerConfig, *, with_tiers: bool) -> list[Event]:
     """The same changes as events, in the order in which a subscriber applies them. It may forget the tokens of blocks
     that are in no place any more, and still has the tokens of blocks that moved between the pool and lower tiers."""
     tiers = ((_HOST, changes.host_stored, changes.host_removed), (_DISK, changes.tier_stored, changes.tier_removed))
-    events: list[Event] = []
+    events, block_size = list[Event](), config.block_size
     if changes.is_cleared:
         events.append(AllBlocksCleared())
     for medium, stored, _ in tiers if with_tiers else ():
@@ -97,33 +108,36 @@ def events_of(changes: CacheChanges, block_size: int, *, with_tiers: bool) -> li
             events.append(BlockStored(list(map(_number, stored)), None, [], block_size, medium=medium))
     if changes.removed:
         events.append(BlockRemoved(list(map(_number, changes.removed))))
-    events += _stored(changes, block_size)
+    events += _stored(changes, config)
     for medium, _, removed in tiers if with_tiers else ():
         if removed:
             events.append(BlockRemoved(list(map(_number, removed)), medium))
     return events
 
 
-def _stored(changes: CacheChanges, block_size: int) -> Iterator[BlockStored]:
-    """One event for each chain of consecutive blocks, and one for all blocks of unknown tokens."""
+def _stored(changes: CacheChanges, config: SchedulerConfig) -> Iterator[BlockStored]:
+    """One event for each chain of consecutive blocks of a group, and one for all blocks of unknown tokens."""
+    block_size, num_groups = config.block_size, config.groups.num_groups
     if unknown := [_number(content) for content, tokens in changes.stored.items() if tokens is None]:
         yield BlockStored(unknown, None, [], block_size)
     event: BlockStored | None = None
-    last: BlockHash | None = None
+    last: tuple[BlockHash, int] | None = None
     for content, tokens in changes.stored.items():
         if tokens is None:
             continue
-        if event is None or last is None or tokens.parent != last:
+        if event is None or last is None or (tokens.parent, tokens.group) != last:
             if event is not None:
                 yield event
-            parent = None if tokens.parent is None else _number(tokens.parent)
+            parent = None if tokens.parent is None else _number(in_group(tokens.parent, tokens.group))
             # A number that names the adapter by its content, equal in all schedulers.
             digest = tokens.adapter_digest
             adapter_id = None if digest is None else int.from_bytes(digest[:_ADAPTER_ID_BYTES], "big")
             event = BlockStored([], parent, [], block_size, adapter_id, lora_name=tokens.adapter_name)
+            if num_groups > 1:
+                event = GroupBlockStored(*msgspec.structs.astuple(event), group_idx=tokens.group)
         event.block_hashes.append(_number(content))
         event.token_ids += tokens.token_ids
-        last = content
+        last = in_group(content, tokens.group), tokens.group
     if event is not None:
         yield event
 
@@ -180,7 +194,7 @@ class KvEventPublisher:
 
     def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Sends the changes of a step, or keeps them for the next subscriber."""
-        if not (events := events_of(changes, config.block_size, with_tiers=self._with_tiers)):
+        if not (events := events_of(changes, config, with_tiers=self._with_tiers)):
             return
         payload = payload_of(events, at=clock.unix_s(), as_maps=self._as_maps)
         self._buffer.append((self._next_number.to_bytes(_NUMBER_BYTES, "big"), payload))

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Arriving
+from scheduler_svc.core.paging.block_tables import LayerGroups
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
@@ -233,7 +234,7 @@ class WorkerRow:
 class FakeDevice:
     """Executes plans like a worker, and checks that every token has a slot and that none is skipped."""
 
-    block_size: int
+    groups: LayerGroups
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     host_blocks: Blocks = field(default_factory=dict)
     blocks: Blocks = field(default_factory=dict)
@@ -249,6 +250,10 @@ class FakeDevice:
     disk: dict[int, tuple[BlockHash, list[Content | None]]] = field(default_factory=dict)
     """Blocks that are kept below the pool, by slot."""
     num_written: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return self.groups.block_size
 
     def keep_on_disk(self, num_slots: int) -> list[int]:
         """Writes sealed blocks that are not on disk yet, over the oldest ones. Returns the slots that changed."""
@@ -382,9 +387,9 @@ class FakeDevice:
             self._compute(state, 1, len(state.tokens) - 1, 0, sys.maxsize)
             tokens.append(self._sample(row))
         for position in range(len(state.tokens) - 1, len(state.tokens) - 1 + num_drafts - num_right):
-            block = state.blocks[position // self.block_size]
-            self.seals.pop(block, None)
-            self.blocks.setdefault(block, self._empty)[position % self.block_size] = (-1, position)
+            for block in self._blocks_at(state, position):
+                self.seals.pop(block, None)
+                self.blocks.setdefault(block, self._empty)[position % self.block_size] = (-1, position)
         return num_drafts
 
     def _move(self, pairs: np.ndarray, source: Blocks, target: Blocks) -> None:
@@ -396,15 +401,23 @@ class FakeDevice:
                 self.seals.pop(block, None)
             target[block] = content
 
+    def _blocks_at(self, row: WorkerRow, position: int) -> list[int]:
+        """The block of each group that holds a position."""
+        first = position // self.block_size * self.groups.num_groups
+        blocks = row.blocks[first : first + self.groups.num_groups]
+        assert len(set(blocks)) == self.groups.num_groups, "groups share a block, or have none"
+        return blocks
+
     @property
     def _empty(self) -> list[Content | None]:
         return [None] * self.block_size
 
     def _check_distinct_writes(self, plan: StepPlan) -> None:
         written = [
-            self.rows[row].blocks[index]
+            block
             for row, computed, new in zip(plan.rows, plan.num_computed_tokens, plan.num_new_tokens, strict=True)
             for index in range(int(computed) // self.block_size, (int(computed + new) - 1) // self.block_size + 1)
+            for block in self._blocks_at(self.rows[row], index * self.block_size)
         ]
         assert len(set(written)) == len(written), "two rows write to one block"
 
@@ -413,20 +426,29 @@ class FakeDevice:
         size, end, own = self.block_size, num_computed + num_new, row.contexts
         assert end <= len(row.tokens), "a token was computed before it was known"
         self.contexts.extend(own, row.tokens, end, self._adapter_of(row))
-        for first in range(0, num_computed, size):
-            last = min(first + size, num_computed)
-            held = self.blocks.get(row.blocks[first // size], self._empty)[: last - first]
-            # Blocks that a failing row took from the cache are as finite as before.
-            is_own = held == own[first:last] or all(
-                content == own[position] or (position >= failing_from and content == (mark, own[position]))
-                for position, content in enumerate(held, first)
-            )
-            assert is_own, "the context is not the row's own"
+        num_groups = self.groups.num_groups
+        for group in range(num_groups):
+            start = 0 if group < self.groups.num_full else max(num_computed - self.groups.window + 1, 0)
+            for first in range(start, num_computed, size) if num_groups == 1 else range(start, num_computed):
+                last = min(first + size, num_computed) if num_groups == 1 else first + 1
+                held = self.blocks.get(row.blocks[first // size * num_groups + group], self._empty)
+                held = held[first % size : first % size + last - first]
+                # Blocks that a failing row took from the cache are as finite as before.
+                is_own = held == [self._content(each, group) for each in own[first:last]] or all(
+                    content == self._content(own[position], group)
+                    or (position >= failing_from and content == (mark, own[position]))
+                    for position, content in enumerate(held, first)
+                )
+                assert is_own, f"the context at {first} of group {group} is not the row's own"
         for position in range(num_computed, end):
-            block = row.blocks[position // size]
-            self.seals.pop(block, None)
-            content = own[position] if position < failing_from else (mark, own[position])
-            self.blocks.setdefault(block, self._empty)[position % size] = content
+            for group, block in enumerate(self._blocks_at(row, position)):
+                self.seals.pop(block, None)
+                content = self._content(own[position], group) if position < failing_from else (mark, own[position])
+                self.blocks.setdefault(block, self._empty)[position % size] = content
+
+    def _content(self, number: int, group: int) -> int:
+        """What a group of layers keeps for the tokens that have this number."""
+        return number * self.groups.num_groups + group
 
     def _adapter_of(self, row: WorkerRow) -> bytes:
         return b"" if row.adapter_slot is None else self.adapters[row.adapter_slot]
@@ -436,11 +458,12 @@ class FakeDevice:
         for block, content in plan.sealed:
             held = self.blocks[block][-1]
             assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
-            tokens = self.contexts.tokens(held)
+            number, group = divmod(held, self.groups.num_groups)
+            tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
             true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
-            assert [content] in true, f"block {block} is sealed under the hash of other tokens"
+            assert [in_group(content, group)] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
@@ -461,7 +484,7 @@ class Driver:
 
     def __init__(self, config: SchedulerConfig, max_in_flight: int = 2) -> None:
         self.scheduler = Scheduler(config)
-        self.device = FakeDevice(config.block_size)
+        self.device = FakeDevice(config.groups)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
         """Results of the steps in flight; None if the worker refuses or dies of the step, and for all after it."""
@@ -660,9 +683,10 @@ class Driver:
             assert request.key.handle in self.finished
             for index in range(request.num_returned):
                 assert self.samples[request.key.handle, index] == expected_output(request, index)
-        assert self.scheduler.batch.blocks.pool.num_used == self.scheduler.pins.num_pinned
+        blocks = self.scheduler.batch.blocks
+        assert blocks.pool.num_used == self.scheduler.pins.num_pinned + len(blocks.blank)
         assert self.scheduler.batch.rows.num_free == self.scheduler.config.max_num_seqs
-        assert self.scheduler.batch.blocks.host.pool.num_used == 0
+        assert blocks.host.pool.num_used == len(blocks.blank_on_host)
 
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None
@@ -681,14 +705,14 @@ class Driver:
     def _forget_worker(self) -> None:
         self.scheduler.void_in_flight(self.clock)
         self.results.clear()
-        self.device = FakeDevice(self.scheduler.config.block_size)
+        self.device = FakeDevice(self.scheduler.config.groups)
         self.told.clear()
         self.compiled.clear()
         self._is_dead = False
         self.check()
 
     def _move_to(self, config: SchedulerConfig) -> None:
-        self.device = FakeDevice(config.block_size)
+        self.device = FakeDevice(config.groups)
         self.failed |= {failure.key.handle for failure in self.scheduler.refit(config, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:

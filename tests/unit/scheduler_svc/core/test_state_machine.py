@@ -55,11 +55,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_adapters=st.sampled_from([0, 1, 2, 3]),
         max_drafts=st.sampled_from([0, 1, 3, 7]),
         fixed_tokens=st.sampled_from([0, 16, 1000]),
+        groups=st.sampled_from([(1, 0, 0), (1, 0, 0), (1, 1, 3), (1, 2, 7), (0, 1, 5), (2, 3, 18)]),
     )
-    def start(self, max_in_flight, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, **config):
+    def start(self, max_in_flight, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, groups, **config):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.patch.setattr(preparation, "NUM_KEPT", num_kept)
+        config |= dict(zip(("full_groups", "windowed_groups", "window"), groups, strict=True))
+        config["num_blocks"] *= sum(groups[:2])
         config |= {"pin_quota": max_pinned, "max_pinned": max_pinned, "max_num_batched_tokens": budget}
         self.driver = Driver(make_config(max_model_len=40, max_waiting_requests=6, **config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
