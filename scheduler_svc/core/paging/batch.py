@@ -86,8 +86,7 @@ class RowTable(Generic[S]):
         return (self._can_compute() & ~self.prefills).nonzero()[0]
 
     def prefilling(self) -> Array:
-        """Rows that compute the tokens that they entered with, int64[n], in queue order, and within a group in rising
-        order: the row that computes a shared block comes before the rows that read it."""
+        """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""
         rows = (self.active & self.prefills).nonzero()[0]
         rows = rows[self._can_compute()[rows]] if len(rows) else rows
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
@@ -220,12 +219,11 @@ class Batch(Generic[S, G]):
     def __init__(
         self, blocks: BlockTables[S], rows: RowTable[S], draft: StepDraft, queues: Queues[G], swaps_from: int
     ) -> None:
-        """Groups of at least `swaps_from` unfinished sequences are preempted by swap, which keeps what these share;
-        others are computed again, which costs little."""
+        """Groups of at least `swaps_from` unfinished sequences are preempted by swap, which keeps what they share."""
         self.blocks, self.rows, self.draft = blocks, rows, draft
         self._waiting, self._swapped, self._running = queues
-        self._block_size, self._token_budget, self._swaps_from = blocks.block_size, draft.budget, swaps_from
-        self._num_groups = blocks.num_groups
+        self._block_size, self._num_groups = blocks.block_size, blocks.num_groups
+        self._token_budget, self._swaps_from = draft.budget, swaps_from
 
     def sequence(self, row: int) -> S:
         sequence = self.rows.sequences[row]
@@ -233,8 +231,7 @@ class Batch(Generic[S, G]):
         return sequence
 
     def start(self, group: G) -> list[tuple[int, int]]:
-        """Gives a waiting group, for which there is room, blocks and rows. Returns the row of each sequence that
-        computes, and the number of its tokens that are cached."""
+        """Gives a waiting group, for which there is room, blocks and rows. Returns as `_enter_all` does."""
         return self._enter_all(group, self._waiting, self.blocks.allocate_slots(group.computing))
 
     def swap_in(self, group: G) -> None:
@@ -247,15 +244,14 @@ class Batch(Generic[S, G]):
             self.rows.prefills[row] = not sequence.num_output_tokens or num_computed != sequence.num_tokens - 1
 
     def _enter_all(self, group: G, queue: GroupQueue[G], starts: SequenceOf[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Puts a group of this queue into rows. Returns the rows that compute, and their numbers of computed tokens."""
+        """Puts a group of this queue into rows. Returns the rows that compute, and their numbers of cached tokens."""
         self._running.add(queue.remove(group.key))
         entered = [
             (self.enter(sequence, group.order, *start), start[0])
             for sequence, start in zip(group.computing, starts, strict=True)
         ]
-        for sequence in group.unfinished:
-            if sequence.row is None:  # it forks from the first one later
-                self.rows.occupy(sequence, group.order)
+        for sequence in (each for each in group.unfinished if each.row is None):
+            self.rows.occupy(sequence, group.order)  # it forks from the first one later
         return entered
 
     def enter(self, sequence: S, order: int, num_computed: int, num_cached_blocks: int) -> int:
@@ -344,8 +340,7 @@ class Batch(Generic[S, G]):
             sequence.status = SequenceStatus.FINISHED
 
     def blocks_for_decodes(self) -> int:
-        """Free blocks that the next token of every decoding row takes: new ones, and the copies that all writers of a
-        shared block make but its last holder."""
+        """Free blocks that all decoding rows take: new ones, and copies of writers of a block but its last holder."""
         rows = self.rows.decoding()
         writers = Counter(self._tail(row)[1] for row in rows[self.rows.shares_tail[rows]].tolist())
         num_copies = sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
@@ -358,8 +353,7 @@ class Batch(Generic[S, G]):
 
     def add_decodes(self) -> None:
         """Adds every decoding row to the step, with a slot for its next token, whose block must be free."""
-        rows = self._give_slots()
-        if len(rows):
+        if len(rows := self._give_slots()):
             self.draft.decode(rows, self.rows.num_computed[rows])
 
     def _give_slots(self) -> Array:
@@ -383,8 +377,7 @@ class Batch(Generic[S, G]):
         """Gives a row that is about to write to shared blocks its own copies; the last holder writes in place."""
         first, _ = self._tail(row)
         for index in range(first, first + self._num_groups):
-            pair = self.blocks.make_writable(self.sequence(row), index)
-            if pair is not None:
+            if (pair := self.blocks.make_writable(self.sequence(row), index)) is not None:
                 self.draft.copies.append(pair)
                 self.draft.blocks[row, index] = pair[1]
         self.rows.shares_tail[row] = False

@@ -35,15 +35,13 @@ class LayerGroups:
         return max(position - self.window + 1, 0) // self.block_size
 
     def hit_length(self, num_blocks: int, has_windowed: Callable[[int], bool]) -> int:
-        """Blocks at the start of a sequence that need no computation: the most that all groups can serve. The full
-        groups have the first `num_blocks`; `has_windowed` says whether the windowed groups have one of these."""
-        while self.num_windowed and num_blocks:
-            needed = range(num_blocks - 1, self.first_read(num_blocks * self.block_size) - 1, -1)
-            missing = next((index for index in needed if not has_windowed(index)), None)
-            if missing is None:
-                break
-            num_blocks = missing
-        return num_blocks
+        """Blocks at the start of a sequence that need no computation, for all groups. The full groups have the first
+        `num_blocks`, and `has_windowed` says of each of these whether the windowed groups have it."""
+        end, index = num_blocks, num_blocks - 1
+        while self.num_windowed and index >= self.first_read(end * self.block_size):
+            end = end if has_windowed(index) else index
+            index -= 1
+        return end
 
 
 class HostBlocks:
@@ -56,7 +54,6 @@ class HostBlocks:
 
     @property
     def has_copies(self) -> bool:
-        """Whether the next step copies blocks."""
         return bool(self.saving or self.loading)
 
     def load(self, host: BlockId, block: BlockId) -> None:
@@ -67,33 +64,25 @@ class HostBlocks:
     def take_copies(self) -> tuple[list[tuple[BlockId, BlockId]], list[tuple[BlockId, BlockId]]]:
         """The copies of a finished step: pairs (pool block, host block), and pairs (host block, pool block)."""
         out, back = [(block, host) for host, block in self.saving.items()], self.loading
-        # The first blocks of a prefix count as the most recently used.
-        self.pool.free([host for host, _ in back])
+        self.pool.free([host for host, _ in back])  # the first blocks of a prefix count as the most recently used
         self.saving, self.loading = {}, []
         return out, back
 
 
 class BlockTables(Generic[S]):
-    """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them. A prefix cache
-    overrides `cached` and `reuse`. `watermark` is the share of the pool that admission leaves free, so that a newly
-    admitted sequence is not preempted at once for want of a block."""
+    """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them. `watermark` is the
+    share of the pool that admission leaves free, so that a newly admitted sequence is not preempted at once."""
 
     def __init__(self, pool: BlockPool, host: HostBlocks, groups: LayerGroups, watermark: float) -> None:
         self.pool = pool
         self.host = host
         self.groups = groups
         self.block_size, self.num_groups = groups.block_size, groups.num_groups
-        # Entries of tables that no layer reads, by their host blocks.
-        self._unread: dict[BlockId, BlockId] = {}
+        self._unread: dict[BlockId, BlockId] = {}  # entries of tables that no layer reads, by their host blocks
         self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a sequence of this many tokens holds."""
-        return self.groups.table_length(num_tokens)
-
     def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
-        """Whether a group that takes this many free blocks may start. If `others_run`, it must leave `reserve` blocks
-        free for them, and at least the watermark."""
+        """Whether a group may take these free blocks, and leave `reserve`, or the watermark, if `others_run`."""
         return num_blocks + (max(reserve, self._watermark_blocks) if others_run else 0) <= self.pool.num_free
 
     def cached(self, sequence: S) -> list[BlockId]:
@@ -120,11 +109,10 @@ class BlockTables(Generic[S]):
 
     def blocks_to_allocate(self, sequences: SequenceOf[S]) -> int:
         """Free blocks that `allocate_slots` takes."""
-        return sum(self.blocks_for(sequence.num_tokens) for sequence in sequences)
+        return sum(self.num_new(0, sequence) for sequence in sequences)
 
     def allocate_slots(self, sequences: SequenceOf[S]) -> list[tuple[int, int]]:
-        """Gives sequences blocks for all their tokens. Returns for each the number of tokens that it need not compute,
-        and the number of its first blocks that are cached ones."""
+        """Gives sequences blocks. Returns for each its first tokens that are computed, and its first cached blocks."""
         return [self._allocate_one(sequence, self.cached(sequence)) for sequence in sequences]
 
     def _allocate_one(self, sequence: S, shared: list[BlockId]) -> tuple[int, int]:
@@ -132,8 +120,7 @@ class BlockTables(Generic[S]):
         self.reuse(sequence, shared)
         shared = self.more_cached(sequence, shared)
         sequence.block_table = self._extended(shared, sequence)
-        num_cached = len(shared) // self.num_groups
-        return num_cached * self.block_size, num_cached
+        return len(shared) // self.num_groups * self.block_size, len(shared) // self.num_groups
 
     def num_new(self, num_entries: int, sequence: S) -> int:
         """Blocks that a table of this many entries takes for all tokens of the sequence."""
@@ -150,8 +137,8 @@ class BlockTables(Generic[S]):
         child.block_table = list(parent.block_table)
 
     def make_writable(self, sequence: S, index: int) -> tuple[BlockId, BlockId] | None:
-        """Copy-on-write of one block of a table. Returns the pair (shared block, the sequence's own copy), or None if
-        no other sequence holds the block: then it is written in place."""
+        """Copy-on-write of one block of a table. Returns the pair (shared block, own copy), or None if no other
+        sequence holds the block: then it is written in place."""
         shared = sequence.block_table[index]
         if self.pool.ref_count(shared) == 1:
             return None
@@ -176,8 +163,7 @@ class BlockTables(Generic[S]):
         return len(kept.difference(self._unread.values())) <= self.host.pool.num_free
 
     def swap_out(self, sequences: SequenceOf[S]) -> None:
-        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks and frees all their GPU blocks. A block
-        that several sequences share moves once, and they share it again when they are back."""
+        """Moves the sequences' first `num_swapped_tokens` tokens to host blocks, each shared block once."""
         host_of = {block: host for host, block in self._unread.items()}
         for sequence in sequences:
             kept = self._kept(sequence)

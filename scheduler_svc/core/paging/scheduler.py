@@ -27,8 +27,7 @@ class Planner(Generic[S, G]):
         self._state = state
         self.waiting, self.swapped, self.running = queues
         self.next_group: G | None = None
-        """The group that enters the batch next, None if none may. If it does not fit, it blocks all groups behind it,
-        so that it does not starve under a stream of smaller ones."""
+        """The group that enters the batch next, None if none may. If it does not fit, the groups behind it wait."""
 
     def advance_queue(self) -> None:
         """Finds `next_group`. Called when a plan begins, and when it has moved groups."""
@@ -40,11 +39,9 @@ class Planner(Generic[S, G]):
         return queue.first() if queue.has_next else None
 
     def _plan(self, now: float) -> bool:
-        """Builds the next step in the batch's draft. Returns whether it preempted groups to free blocks: then no group
-        enters. Every row computes until it has caught up with its tokens: decodes first, one token each, then chunks of
-        the tokens that rows entered with, up to the token budget."""
-        has_preempted = self._preempt_for_decodes(now)
-        if not has_preempted:
+        """Builds the next step: decodes, one token each, then chunks of the tokens that rows entered with, up to the
+        token budget. Returns whether it preempted groups to free blocks: then no group enters."""
+        if not (has_preempted := self._preempt_for_decodes(now)):
             self._resume_swapped(now)
         self._add_decodes()
         self._add_prefills()
@@ -55,15 +52,13 @@ class Planner(Generic[S, G]):
         batch = self._state.batch
         if batch.blocks_for_decodes() <= batch.blocks.pool.num_free:
             return False
-        victims = self._victims()
-        has_preempted = False
+        victims, has_preempted = self._victims(), False
         while batch.blocks_for_decodes() > batch.blocks.pool.num_free:
             if not self._give_way():
                 self.preempt(next(victims), now)
                 has_preempted = True
         if not has_preempted:
-            # There is more room than before.
-            self.advance_queue()
+            self.advance_queue()  # there is more room than before
         return has_preempted
 
     def _victims(self) -> Iterator[G]:
@@ -109,8 +104,7 @@ class Planner(Generic[S, G]):
 
 
 def append_tokens(table: RowTable[S], rows: Array, token_ids: Array, is_due: Array) -> list[S]:
-    """Appends one token to the sequence of each row. Returns the sequences that `is_due` names (bool[n]) or that got a
-    stop token."""
+    """Appends one token to the sequence of each row. Returns sequences that are due, bool[n], or got a stop token."""
     due: list[S] = []
     sequences: list[S | None] = [table.sequences[row] for row in rows.tolist()]
     for sequence, token_id, each_is_due in zip(sequences, token_ids.tolist(), is_due.tolist(), strict=True):
@@ -122,8 +116,7 @@ def append_tokens(table: RowTable[S], rows: Array, token_ids: Array, is_due: Arr
 
 
 def end_sequences(batch: Batch[S, G], running: GroupQueue[G], ending: SequenceOf[S]) -> list[G]:
-    """Ends sequences of running groups, all together, since all rows may end in one step. Returns the groups whose
-    sequences have all ended."""
+    """Ends sequences of running groups together. Returns the groups whose sequences have all ended."""
     groups = {each.key: running.get(each.key) for each in ending}
     batch.end(ending)
     return [each for each in groups.values() if len(each.sequences) == 1 or not each.unfinished]

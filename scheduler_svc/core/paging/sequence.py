@@ -70,8 +70,7 @@ class SequenceGroup(Generic[S]):
 
     @property
     def computing(self) -> list[S]:
-        """The sequences that need blocks of their own to continue: one without output, from which all others without
-        output fork, and then the sequences with output, which can share its blocks."""
+        """Sequences that need blocks: one without output, from which such others fork, then all that have output."""
         unfinished = self.unfinished
         if len(unfinished) == 1:
             return unfinished
@@ -103,7 +102,6 @@ class GroupQueue(Generic[G]):
 
     @property
     def has_next(self) -> bool:
-        """Whether `first` and `last` have a group."""
         return bool(self._groups)
 
     def get(self, key: Hashable) -> G:
@@ -111,15 +109,12 @@ class GroupQueue(Generic[G]):
         return self._by_key[key]
 
     def first(self) -> G:
-        """The group with the lowest order."""
         return self._groups[0]
 
     def last(self) -> G:
-        """The group with the highest order."""
         return self._groups[-1]
 
     def add(self, group: G) -> None:
-        """Adds a group that is not here."""
         insort(self._groups, group, key=ORDER)
         self._by_key[group.key] = group
 

@@ -309,7 +309,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         except RefusedError:
             assert length < scheduler.config.block_size
         else:
-            assert len(pin.hashes) == length // scheduler.config.block_size
+            config, num_logical = scheduler.config, length // scheduler.config.block_size
+            num_windowed = num_logical - config.groups.first_read(num_logical * config.block_size)
+            assert len(pin.hashes) == config.full_groups * num_logical + config.windowed_groups * num_windowed
 
     @precondition(lambda self: bool(self.driver.scheduler.pins))
     @rule(data=st.data())
@@ -343,7 +345,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = set(self.driver.failed)
         self._count_loss(self._at_stake())
         config = replace(
-            self.driver.scheduler.config, num_blocks=num_blocks, block_size=block_size, max_num_seqs=max_num_seqs
+            self.driver.scheduler.config,
+            num_blocks=num_blocks * self.driver.scheduler.config.groups.num_groups,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
         )
         self.driver.crash(config=config)
         self.mirror.watch(self.driver.scheduler)
@@ -425,9 +430,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert {each for each in driver.failed if each < _FIRST_OFFER} <= faults | self.killed
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
-        assert scheduler.batch.blocks.pool.num_used == scheduler.pins.num_pinned
+        blocks = scheduler.batch.blocks
+        assert blocks.pool.num_used == scheduler.pins.num_pinned + len(blocks.blank)
         scheduler.expire_pins(self.driver.clock + 100)
-        assert scheduler.batch.blocks.pool.num_used == scheduler.batch.blocks.host.pool.num_used == 0
+        assert blocks.pool.num_used == len(blocks.blank)
+        assert blocks.host.pool.num_used == len(blocks.blank_on_host)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
