@@ -115,6 +115,8 @@ class BlockManager(BlockTables[Sequence]):
         return starts
 
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
+        if not self.blank:
+            return super().num_new(num_entries, sequence)
         first, end = num_entries // self.num_groups, -(-sequence.num_tokens // self.block_size)
         num_windowed = self._end_of_windows(first, end, sequence) - first
         return self.groups.num_full * (end - first) + self.groups.num_windowed * num_windowed
@@ -122,14 +124,14 @@ class BlockManager(BlockTables[Sequence]):
     def _end_of_windows(self, first: int, end: int, sequence: Sequence) -> int:
         """The logical index up to which a sequence that computes its blocks from `first` to before `end` has blocks of
         the windowed groups at first."""
-        if not self.groups.num_windowed or sequence.request.num_sequences > 1:
+        if sequence.request.num_sequences > 1:
             return end
         return min(end, self.groups.first_read(first * self.block_size) + self.windows_reach)
 
     def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
-        blocks = self.take(self.num_new(len(table), sequence))
         if not self.blank:
-            return [*table, *blocks]
+            return super()._extended(table, sequence)
+        blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
         sequence.windows_end = near = self._end_of_windows(first, end, sequence)
         num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
@@ -282,7 +284,8 @@ class BlockManager(BlockTables[Sequence]):
         if (size := self.num_groups) > 1:
             names = [name for content in names for name in (*self.names.full(content), *self.names.windowed(content))]
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
-        sealed = [(block, name) for block, name in pairs if block not in self.blank and self.pool.seal(block, name)]
+        pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
+        sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
         self.tell(sequence, first, end, sealed)
         return sealed
 
@@ -382,7 +385,7 @@ class BlockManager(BlockTables[Sequence]):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
         max_blocks = min(max_blocks, self.num_shareable(sequence))
-        if self.groups.num_windowed:
+        if self.blank:
             self._find_windows(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
             self._find_start(sequence, start, start.blocks, max_blocks)

@@ -228,8 +228,8 @@ class PrefixIndex(BlockPool):
         if start.pool is not self or start.num_changes < self._num_forgotten:
             return False
         if start.num_changes < self.num_changes:
-            recent = self._changes[start.num_changes - self._num_forgotten :]
-            if not set(recent).isdisjoint(start.blocks) or not set(recent).isdisjoint(start.full):
+            recent = set(self._changes[start.num_changes - self._num_forgotten :])
+            if not (recent.isdisjoint(start.blocks) and recent.isdisjoint(start.full)):
                 return False
             start.num_changes = self.num_changes
         return True
