@@ -190,6 +190,7 @@ class Welcome:
     role: ReplicaRole = field(default=ReplicaRole.BOTH, kw_only=True)
     kv_namespace: str = ""
     takes_offers: bool = False
+    num_layer_groups: int = 0
 
 
 @dataclass(slots=True)

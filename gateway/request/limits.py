@@ -67,10 +67,13 @@ DRAWING = {name: each.in_beam_search for name, each in NUMBERS.items() if each.i
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV memory of one replica, in blocks of `block_size` tokens."""
+    """The KV memory of one replica, in blocks of `block_size` tokens of one of `num_groups` groups of layers. If there
+    are several, only the replica knows how long one sequence may be: `max_model_len` says it."""
 
     num_blocks: int
     block_size: int
+    num_groups: int = 1
+    max_model_len: int = 0
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
         """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
@@ -78,10 +81,12 @@ class Pool:
         The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. The
         last token of each is never computed.
         """
-        shared = prompt_tokens // self.block_size
-        own = (self.num_blocks - shared) // num_sequences
+        if self.num_groups > 1 and num_sequences == 1:
+            return self.max_model_len
+        shared, num_blocks = prompt_tokens // self.block_size, self.num_blocks // self.num_groups
+        own = (num_blocks - shared) // num_sequences
         longest = (shared + own) * self.block_size + 1
-        return max(longest, prompt_tokens + 1) if prompt_tokens <= self.num_blocks * self.block_size else longest
+        return max(longest, prompt_tokens + 1) if prompt_tokens <= num_blocks * self.block_size else longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,10 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
     most = max_model_len if settings.max_prompt_tokens is None else settings.max_prompt_tokens
     return Limits(
-        pools=tuple(Pool(welcome.num_gpu_blocks, welcome.block_size) for welcome in welcomes),
+        pools=tuple(
+            Pool(each.num_gpu_blocks, each.block_size, max(each.num_layer_groups, 1), each.max_model_len)
+            for each in welcomes
+        ),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
         max_prompt_tokens=min(max_model_len - 1, most),

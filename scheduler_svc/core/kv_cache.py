@@ -93,7 +93,7 @@ class BlockManager(BlockTables[Sequence]):
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
-        self.tell(sequence, 0, len(blocks))
+        self.tell(sequence, 0, len(blocks) // self.num_groups)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:

@@ -193,6 +193,7 @@ def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.C
             role=replica.role.message,
             kv_namespace=replica.kv_source.kv_namespace,
             takes_offers=True,
+            num_layer_groups=config.groups.num_groups if config.groups.num_groups > 1 else 0,
         )
     )
 
