@@ -153,7 +153,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     All sources are read before any destination is written.
 
     Args:
-        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
+        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one dtype and on one device.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)

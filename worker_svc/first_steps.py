@@ -217,7 +217,7 @@ def memory_for_pool(
     # Attention cuts the longest context into pieces, and allocates results of that number of pieces for every row.
     lengths = [geometry.max_model_len, *num_new[1:]]
     request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
-    pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype)
+    pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype, layers=model.cache_layers)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner(model, pool, geometry, limits)

@@ -126,7 +126,15 @@ def make_pool(
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place, draft_model=draft_model)
+    pool = allocate_pool(
+        shape,
+        model.device,
+        dtype,
+        with_padding=with_padding,
+        place=place,
+        layers=model.cache_layers,
+        draft_model=draft_model,
+    )
     tokens = shape.num_gpu_blocks * shape.block_size
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",

@@ -30,7 +30,8 @@ class SupersededError(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """The KV pool: for each layer a tensor [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The KV pool: for each layer a tensor [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]. Layers
+    may have fewer or narrower heads."""
 
     block_size: int
     num_gpu_blocks: int

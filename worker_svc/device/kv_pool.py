@@ -20,7 +20,7 @@ from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from worker_svc.device.pool_file import PoolFile
 from worker_svc.device.seals import SealInventory
-from worker_svc.models.base import CausalLM
+from worker_svc.models.base import CacheLayer, CausalLM
 from worker_svc.step import PoolGeometry
 
 CPU_POOL_BYTES = 1 << 30
@@ -41,9 +41,9 @@ Fill = Callable[[Tensor, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with
-    wider lines.
-    The layers of the draft model, if there is one, follow the model's, and have their own number of heads."""
+    """The tensors of all layers, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] with the heads
+    of its `CacheLayer`; in int8 with wider lines. The layers of the draft model, if there is one, follow the model's.
+    """
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
@@ -85,9 +85,10 @@ class KvPool:
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values, or only latents. All but the draft model's have the size of the first.
-        num_lines, num_blocks = self.gpu[0].shape[:2]
-        half = self.gpu[0].nbytes // num_lines
+        # A layer has all keys, then all values, or only latents.
+        largest = max(self.of_model, key=lambda layer: layer.nbytes)
+        num_lines, num_blocks = largest.shape[:2]
+        half = largest.nbytes // num_lines
         fill = populate if self.seals is None else _populate_and_collapse
         end = min(num_first_blocks, num_blocks) * half // num_blocks
         if _populate(layers, end, half, fill, self.is_released, max_s=_FIRST_PART_S):
@@ -119,8 +120,8 @@ class PoolRequest:
 def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
     """Bytes of one block over all layers, keys and values, of a pool of this dtype; without it, the model's."""
     dtype = dtype or model.dtype
-    num_lines = model.lines_per_token * model.num_layers * model.num_kv_heads * block_size
-    return num_lines * line_width(model.head_dim, dtype) * dtype.itemsize
+    widths = (layer.num_kv_heads * line_width(layer.head_dim, dtype) for layer in model.cache_layers)
+    return model.lines_per_token * block_size * sum(widths) * dtype.itemsize
 
 
 def line_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -246,6 +247,7 @@ def allocate_pool(
     *,
     with_padding: bool = False,
     place: PoolFile | None = None,
+    layers: Sequence[CacheLayer] | None = None,
     draft_model: CausalLM | None = None,
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
@@ -256,13 +258,14 @@ def allocate_pool(
         dtype: of keys and values.
         with_padding: adds a block on the device for keys and values that are computed and not kept.
         place: file of a pool on the CPU that may hold blocks already. Without one it is private memory.
+        layers: of the model; None if all have the heads of the geometry.
         draft_model: has further layers.
 
     Raises:
         ConfigurationError: there is not enough memory.
     """
     gpu_shapes, host_shapes = (
-        _layer_shapes(geometry, num_blocks, dtype, draft_model)
+        _layer_shapes(geometry, num_blocks, dtype, layers, draft_model)
         for num_blocks in (geometry.num_gpu_blocks + with_padding, geometry.num_host_blocks)
     )
     try:
@@ -347,10 +350,17 @@ def _populate(
 
 
 def _layer_shapes(
-    geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype, draft_model: CausalLM | None
+    geometry: PoolGeometry,
+    num_blocks: int,
+    dtype: torch.dtype,
+    layers: Sequence[CacheLayer] | None,
+    draft_model: CausalLM | None,
 ) -> list[tuple[int, ...]]:
+    if layers is None:
+        layers = [CacheLayer(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
+    of_draft_model = [] if draft_model is None else [(draft_model.lines_per_token, draft_model.cache_layers)]
     return [
-        (each.lines_per_token, num_blocks, each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype))
-        for each in ((geometry,) if draft_model is None else (geometry, draft_model))
-        for _ in range(each.num_layers)
+        (num_lines, num_blocks, layer.num_kv_heads, geometry.block_size, line_width(layer.head_dim, dtype))
+        for num_lines, of_model in [(geometry.lines_per_token, layers), *of_draft_model]
+        for layer in of_model
     ]

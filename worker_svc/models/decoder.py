@@ -16,7 +16,15 @@ from worker_svc.layers.embedding_norm import Embedding, HeadNorm, LayerNorm, NoN
 from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, Mlp
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
-from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, RotationByLength, head_dim_of, make_head
+from worker_svc.models.base import (
+    CacheLayer,
+    ConfigFields,
+    ModelInput,
+    NativeCausalLM,
+    RotationByLength,
+    head_dim_of,
+    make_head,
+)
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
@@ -327,14 +335,16 @@ class Decoder(NativeCausalLM):
     base_prefix = "model."
 
     def __init__(self, architecture: str, config: DecoderConfig, placement: Placement) -> None:
+        num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1]
         super().__init__(
             placement,
             num_layers=config.num_layers,
-            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
+            num_kv_heads=num_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len if placement.max_positions else config.served_len(None),
             lines_per_token=2 if config.latent is None else 1,
+            cache_layers=[CacheLayer(num_kv_heads, config.head_dim, window) for window in config.sliding_windows],
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None
