@@ -234,7 +234,7 @@ def _move_blocks(
     *,
     max_programs: int | None = None,
 ) -> None:
-    """Copies blocks of all layers, those of one shape in one launch; no block is both read and written."""
+    """Copies blocks of all layers, all layers of a shape in one launch; no block is both read and written."""
     layers_by_shape: dict[torch.Size, list[int]] = {}
     for index, layer in enumerate(source):
         layers_by_shape.setdefault(layer.shape, []).append(index)
