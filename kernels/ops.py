@@ -312,6 +312,14 @@ def rotary_into(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.T
         out.copy_(implementation.rotary(x, x, positions, cos_sin_cache)[0])
 
 
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [T, n] times y, [T, n] or [n]."""
+    if y.dim() > 1:
+        check_shape("y", y, x.shape)
+    check_norm(x, y[0] if y.dim() > 1 else y)
+    return x * y
+
+
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     """`silu(x[..., :n]) * x[..., n:]` for x [..., 2n]; returns [..., n]."""
     if x.shape[-1] % 2:

@@ -97,7 +97,7 @@ class TransformersCausalLM(CausalLM):
     """A causal language model of transformers whose attention layers call paged attention."""
 
     def __init__(
-        self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: int
+        self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: Any
     ) -> None:
         """`sizes` are the sizes that `CausalLM` takes."""
         super().__init__(placement, **sizes)
