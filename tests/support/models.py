@@ -81,7 +81,7 @@ _GEMMA_4 = {
     "global_head_dim": 32,
     "num_global_key_value_heads": 1,
     "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 16,
+    "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": VOCAB_SIZE,
 }
 

@@ -184,8 +184,6 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, hidden], and the router's input if it is another; returns the same shape."""
         weights, chosen = self._choose(x if router_input is None else router_input)
-        if self.expert_scales is not None:
-            weights = weights * self.expert_scales.values[chosen]
         shared = shared_gate = None
         if self.shared is not None:
             shared = self.shared.partial(x)
@@ -211,13 +209,14 @@ class Experts(nn.Module):
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, num_chosen] float32 of each token's experts, the first chosen first, and their numbers, int64."""
         config, outputs = self._config, self.router(x)
+        correction, factors = (None if each is None else each.values for each in (self.correction, self.expert_scales))
         if config.scoring is not Scoring.SPARSE_MIXER and ops.can_choose_experts(outputs.device, outputs.dtype):
-            return ops.choose_experts(outputs, self._rule, None if self.correction is None else self.correction.values)
+            return ops.choose_experts(outputs, self._rule, correction, factors)
         outputs = outputs.float()
         if config.scoring is Scoring.SPARSE_MIXER:
             return _mix_sparsely(outputs, config.num_chosen, config.tolerance)
         scores = _sigmoid(outputs) if config.scoring is Scoring.SIGMOID else outputs.softmax(dim=-1)
-        preferences = scores if self.correction is None else scores + self.correction.values
+        preferences = scores if correction is None else scores + correction
         if config.num_groups > 1:
             groups = preferences.unflatten(-1, (config.num_groups, -1))
             best = groups.topk(config.group_members).values.sum(dim=-1).topk(config.num_chosen_groups).indices
@@ -226,6 +225,7 @@ class Experts(nn.Module):
         chosen = preferences.topk(config.num_chosen).indices
         weights = scores.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalized else weights
+        weights = weights if factors is None else weights * factors[chosen]
         return weights if config.scale == 1 else weights * config.scale, chosen
 
     def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -129,6 +129,7 @@ class Operations {
   Status add_rms_norm(const NormArgs& args);
   Status add_layer_norm(const NormArgs& args);
   Status add_silu_and_mul(const SiluArgs& args);
+  Status add_multiply(const MultiplyArgs& args);
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
   Status add_draw(const DrawArgs& args);
@@ -193,6 +194,12 @@ Status Operations::add_layer_norm(const NormArgs& args) {
 
 Status Operations::add_silu_and_mul(const SiluArgs& args) {
   const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_multiply(const MultiplyArgs& args) {
+  const auto kernel = context_.kernels.multiply.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.n),
              [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
@@ -360,6 +367,8 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
       return operations.add_layer_norm(args_of(recorded, &NormArgs::rows, run));
     case kGate:
       return operations.add_silu_and_mul(args_of(recorded, &SiluArgs::rows, run));
+    case kMultiply:
+      return operations.add_multiply(args_of(recorded, &MultiplyArgs::rows, run));
     case kRotary:
       return operations.add_rotary(args_of(recorded, &RotaryArgs::num_tokens, run));
     case kQuantize:
@@ -390,6 +399,7 @@ QUIRE_OPERATION(paged_attention, AttentionArgs)
 QUIRE_OPERATION(rms_norm, NormArgs)
 QUIRE_OPERATION(layer_norm, NormArgs)
 QUIRE_OPERATION(silu_and_mul, SiluArgs)
+QUIRE_OPERATION(multiply, MultiplyArgs)
 QUIRE_OPERATION(rotary, RotaryArgs)
 QUIRE_OPERATION(quantize, QuantizeArgs)
 QUIRE_OPERATION(shrink, ShrinkArgs)
