@@ -1,0 +1,23 @@
+"""Groups of layers: the layers of a group share a block table, and a block holds tokens of the layers of one group."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """How a model's layers are cut into groups whose blocks have equal bytes. The full groups come first.
+
+    A row has a block of each group for `block_size` tokens: block `i` of group `g` is entry `i * num_groups + g` of its
+    block table.
+    """
+
+    num_full: int = 1
+    """Groups whose layers read all tokens."""
+    num_windowed: int = 0
+    """Groups whose layers read the last `window` tokens at most."""
+    window: int = 0
+    """Tokens, including the token that reads them; 0 without windowed groups."""
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_full + self.num_windowed
