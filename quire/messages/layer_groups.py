@@ -21,3 +21,17 @@ class LayerGroups:
     @property
     def num_groups(self) -> int:
         return self.num_full + self.num_windowed
+
+    def max_blocks(self, num_tokens: int, block_size: int) -> int:
+        """Maximum blocks that a sequence of `num_tokens` tokens must have for its next token."""
+        num_blocks = -(-num_tokens // block_size)
+        in_window = min(num_blocks, -(-(self.window - 1) // block_size) + 1)
+        return self.num_full * num_blocks + self.num_windowed * in_window
+
+    def first_read(self, position: int) -> int:
+        """The first position that a windowed layer reads for a token at `position`."""
+        return max(position + 1 - self.window, 0)
+
+
+ONE_GROUP = LayerGroups()
+"""The layers of a model that are not cut."""

@@ -78,7 +78,7 @@ class PagedRunner:
         )
         of_tokens = [self.adapter_slots[span.row] for span in spans for _ in range(span.start, span.end)]
         adapter_slots = torch.tensor(of_tokens) if any(of_tokens) else None
-        return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools, adapter_slots)
+        return ModelInput(torch.tensor(tokens), torch.cat(positions), [metadata], self.pools, adapter_slots)
 
 
 def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:

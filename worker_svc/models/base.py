@@ -23,16 +23,25 @@ class ModelInput:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's index in its sequence.
+        groups: the places of the tokens in the pool, for each group of layers.
         kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] for each of the model's
             `cache_layers`. The model writes the keys and values, or latents, of the new tokens into their slots.
         adapter_slots: as in `TokenSlots`.
+        group_of: for each of `kv_caches` the index of its group; empty if all are in one.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionMetadata
+    groups: Sequence[AttentionMetadata]
     kv_caches: Sequence[torch.Tensor]
     adapter_slots: torch.Tensor | None = None
+    group_of: Sequence[int] = ()
+
+    @property
+    def attention(self) -> Sequence[AttentionMetadata]:
+        """The metadata of each of `kv_caches`."""
+        group_of = self.group_of or [0] * len(self.kv_caches)
+        return [self.groups[group] for group in group_of]
 
 
 @dataclass(frozen=True, slots=True)

@@ -477,9 +477,10 @@ class Decoder(NativeCausalLM):
         x, *own = x.split_with_sizes(self._embedded_sizes, dim=1)
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
+        attention = inputs.attention
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._norms[1:], strict=True)):
             assert isinstance(layer, DecoderLayer)
-            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], inputs.attention)
+            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], attention[layer.cache])
             if layer.is_parallel:
                 _, residual = layer.mlp_norm.add(output, residual)
             else:

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "attention/attention.h"
 #include "product/experts.h"
@@ -155,7 +156,7 @@ class Operations {
 
   const Context& context_;
   Works works_;
-  std::shared_ptr<const SharedPlan> plan_;
+  std::vector<std::shared_ptr<const SharedPlan>> plans_;  // one for each window and block table of the layers
 };
 
 template <class Function>
@@ -172,11 +173,12 @@ void Operations::add_round(const SharedGroup& group, int64_t units, int64_t byte
 }
 
 Status Operations::add_paged_attention(const AttentionArgs& args) {
-  if (plan_ == nullptr || !plan_->fits(args)) {
+  auto plan = std::find_if(plans_.begin(), plans_.end(), [&](const auto& each) { return each->fits(args); });
+  if (plan == plans_.end()) {
     if (const Status status = check_rows(args); status != kOk) return status;
-    plan_ = std::make_shared<const SharedPlan>(args);
+    plan = plans_.insert(plans_.end(), std::make_shared<const SharedPlan>(args));
   }
-  works_.push_back(attention_work(context_.kernels, args, plan_));
+  works_.push_back(attention_work(context_.kernels, args, *plan));
   return kOk;
 }
 

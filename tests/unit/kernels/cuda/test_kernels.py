@@ -23,6 +23,7 @@ from tests.unit.kernels.test_paged_attention import (
     Batch,
     make_batch,
     naive_attention,
+    without_tokens_before,
 )
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_rotary, naive_silu_and_mul
 
@@ -179,6 +180,9 @@ def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: Kernel
     outcome = device.run(prefill_attention, output, rows, scores, tiling=PREFILL_TILING)
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=sinks)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
+    without = without_tokens_before(batch, sliding_window)
+    again = device.run(prefill_attention, output, PagedBatch(*without.tensors), scores, tiling=PREFILL_TILING)
+    assert torch.equal(again.arguments[0], outcome.arguments[0])
 
 
 def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
