@@ -76,4 +76,4 @@ class PagedModel:
         )
         flat = torch.tensor([token for each in token_ids for token in each])
         forward = self._forward if len(flat) <= self._limits.max_num_batched_tokens else self._model
-        return self._model.logits(forward(ModelInput(flat, positions, metadata, self._pool.gpu)))
+        return self._model.logits(forward(ModelInput(flat, positions, [metadata], self._pool.gpu)))

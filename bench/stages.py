@@ -158,7 +158,7 @@ class Passes:
         pool = allocate_pool(geometry, torch.device("cpu"), dtype)
         fill_pool(pool.gpu, model.head_dim)
         num_tokens = num_rows * num_new
-        self._room = room_for(pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=num_rows)
+        self._room = room_for(model, pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=num_rows)
         shorter = (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
         self._lengths = context - (shorter if num_new == 1 else torch.zeros_like(shorter))
         self._fill(num_rows, blocks)
@@ -185,7 +185,7 @@ class Passes:
         return 4 * num_heads * head_dim * int(seen.sum())
 
     def _fill(self, num_rows: int, blocks: int) -> None:
-        room, attention = self._room, self._room.attention
+        room, attention = self._room, self._room.groups[0]
         tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
         room.token_ids.zero_()
         row = torch.arange(num_rows).repeat_interleave(self.num_new)

@@ -153,7 +153,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     All sources are read before any destination is written.
 
     Args:
-        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one shape and on one device.
+        kv_caches: one [2 or 1, num_blocks, Hkv, B, D] a layer, all of one dtype and on one device.
         pairs: [n, 2] int64 on any device, (source block, destination block); destinations are all different.
     """
     check_block_pairs(pairs)
@@ -213,7 +213,7 @@ def add_rms_norm(
     check_norm(x, weight)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    residual = residual.contiguous()
+    residual = _with_lines(residual)
     return implementation_for(x.device).rms_norm(x, weight, eps, offset, residual), residual
 
 
@@ -230,7 +230,7 @@ def add_layer_norm(
     check_layer_norm(x, weight, bias)
     check_shape("residual", residual, x.shape)
     check_dtype("residual", residual, x.dtype)
-    residual = residual.contiguous()
+    residual = _with_lines(residual)
     return implementation_for(x.device).layer_norm(x, weight, bias, eps, residual), residual
 
 
@@ -310,6 +310,15 @@ def rotary_into(x: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.T
         implementation.rotary_into(x, positions, cos_sin_cache, out)
     else:
         out.copy_(implementation.rotary(x, x, positions, cos_sin_cache)[0])
+
+
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x [T, n] times y, [T, n] or [n]."""
+    if y.dim() > 1:
+        check_shape("y", y, x.shape)
+    check_norm(x, y if y.dim() == 1 else y[0])
+    implementation = implementation_for(x.device)
+    return implementation.multiply(x, y) if isinstance(implementation, CpuKernels) else x * y
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
@@ -506,27 +515,32 @@ def can_choose_experts(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def choose_experts(
-    outputs: torch.Tensor, rule: ChoiceRule, correction: torch.Tensor | None = None
+    outputs: torch.Tensor,
+    rule: ChoiceRule,
+    correction: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A router's choice of experts for each token. `can_choose_experts` is true.
 
     Args:
         outputs: [T, experts], of the router, float32 or bfloat16.
         correction: [experts] float32, added to the scores when experts are chosen.
+        factors: [experts] float32, of the weights of each expert.
 
     Returns:
         Weights [T, chosen] float32 of each token's experts, the best first, and their numbers [T, chosen] int64.
     """
     check_shape("outputs", outputs, (None, None))
-    if correction is not None:
-        check_shape("correction", correction, (outputs.shape[1],))
-        check_dtype("correction", correction, torch.float32)
+    for name, each in (("correction", correction), ("factors", factors)):
+        if each is not None:
+            check_shape(name, each, (outputs.shape[1],))
+            check_dtype(name, each, torch.float32)
     if not 0 < rule.num_chosen <= outputs.shape[1]:
         raise ValueError(f"{rule.num_chosen} of {outputs.shape[1]} experts are to be chosen")
     kernels = implementation_for(outputs.device)
     if not isinstance(kernels, CpuKernels):
         raise ValueError(f"outputs is on {outputs.device}, where no experts are chosen")
-    return kernels.choose_experts(outputs, rule, correction)
+    return kernels.choose_experts(outputs, rule, correction, factors)
 
 
 def pack_experts(inner: Sequence[Factor], down: Sequence[Factor]) -> PackedExperts | None:
@@ -632,6 +646,12 @@ def draw(logits: torch.Tensor, rules: DrawRules, numbers: NDArray[np.float64]) -
     if kernels is None:
         raise ValueError(f"logits is on {logits.device}, where no tokens are drawn")
     return kernels.draw(logits, rules, numbers)
+
+
+def _with_lines(residual: torch.Tensor) -> torch.Tensor:
+    """A copy unless each line is contiguous, at one distance from the next."""
+    has_lines = residual.dim() == 2 and residual.stride(1) == 1
+    return residual if has_lines else residual.contiguous()
 
 
 def _as_lines(

@@ -237,8 +237,11 @@ def _attend_decodes(
     num_blocks = _num_blocks(longest, block_size)
     key_positions = torch.arange(num_blocks * block_size, device=query.device)
     absent = key_positions >= seq_lens[:, None]
-    # Table entries beyond a row's context mean nothing; its first block stands in for them.
-    tables = torch.where(absent[:, ::block_size], block_tables[:, :1], block_tables[:, :num_blocks])
+    if scores.sliding_window is not None:
+        absent |= key_positions < ((seq_lens - scores.sliding_window) // block_size * block_size)[:, None]
+    # Table entries outside of what a row sees mean nothing; the block of its last token stands in for them.
+    lasts = block_tables.gather(1, ((seq_lens - 1) // block_size).long()[:, None])
+    tables = torch.where(absent[:, ::block_size], lasts, block_tables[:, :num_blocks])
     keys, values = _gather(kv_cache, tables, absent)
     attended = _attend(
         query.reshape(num_rows, num_kv_heads, group, head_dim),
@@ -259,7 +262,11 @@ def _attend_chunk(
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group = num_heads // num_kv_heads
-    keys, values = _gather(kv_cache, block_table[None, : _num_blocks(length, block_size)], None)
+    table, absent = block_table[None, : _num_blocks(length, block_size)], None
+    if scores.sliding_window is not None:
+        first = max(length - num_tokens + 1 - scores.sliding_window, 0) // block_size * block_size
+        absent = (torch.arange(table.shape[1] * block_size, device=query.device) < first)[None]
+    keys, values = _gather(kv_cache, table, absent)
     # Heads that share keys become one batch entry each, by a view that repeats nothing.
     shape = (num_kv_heads, group, keys.shape[2], head_dim)
     keys, values = keys[0, :, None].expand(shape), values[0, :, None].expand(shape)

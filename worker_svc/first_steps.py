@@ -22,6 +22,7 @@ from worker_svc.step import (
     CacheOperations,
     LogitRules,
     ModelGeometry,
+    PoolGeometry,
     RowChanges,
     RowSampling,
     SealedBlocks,
@@ -57,7 +58,7 @@ _logger = logging.getLogger(__name__)
 def _prefill_step(
     lengths: list[int],
     num_new: list[int],
-    block_size: int,
+    pool: PoolGeometry,
     block: int = 0,
     moves: CacheOperations = _NO_MOVES,
     sampling: RowSampling = _SAMPLING,
@@ -71,7 +72,7 @@ def _prefill_step(
         AssignRow(
             row,
             np.zeros(length, np.int32),
-            np.full(-(-length // block_size), block, np.int32),
+            np.full(pool.table_len(length), block, np.int32),
             sampling,
             max(length - (new == 1), 1),
         )
@@ -101,12 +102,12 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
     The steps compute several tokens if a step may have them, a single token, and one token of a long context:
     attention has a kernel for each. Before the last one, the block is moved in every way that this pool has.
     """
-    block, block_size = _free_block(pool), pool.geometry.block_size
-    several = min(2, block_size, max_model_len, limits.max_num_batched_tokens)
+    block, shape = _free_block(pool), pool.geometry
+    several = min(2, shape.block_size, max_model_len, limits.max_num_batched_tokens)
     for length in (several, 1):
-        runner.launch(_prefill_step([length], [length], block_size, block)).wait()
+        runner.launch(_prefill_step([length], [length], shape, block)).wait()
     length = min(_CUT_LENGTH, max_model_len)
-    runner.launch(_prefill_step([length], [1], block_size, block, _every_move(pool))).wait()
+    runner.launch(_prefill_step([length], [1], shape, block, _every_move(pool))).wait()
 
 
 def predict_passes(
@@ -137,11 +138,11 @@ def _measure_passes(
 ) -> PassCosts | None:
     """Measures passes of decodes. Each runs several times, and its shortest time counts, since other processes may slow
     the others. All ranks get the same result. None if a step has at most one row."""
-    block, block_size = _free_block(pool), pool.geometry.block_size
+    block = _free_block(pool)
 
     def decodes(*lengths: int) -> AdmittedStep:
         """A step in which each row computes the last token of its length."""
-        return _prefill_step(list(lengths), [1] * len(lengths), block_size, block, sampling=_PLAIN_SAMPLING)
+        return _prefill_step(list(lengths), [1] * len(lengths), pool.geometry, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
     counts = [2**power for power in range(min(max_rows, _ROWS_MEASURED).bit_length())]
@@ -217,11 +218,11 @@ def memory_for_pool(
     # Attention cuts the longest context into pieces, and allocates results of that number of pieces for every row.
     lengths = [geometry.max_model_len, *num_new[1:]]
     request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
-    pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype)
+    pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype, layers=model.cache_layers)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner(model, pool, geometry, limits)
-    runner.launch(_prefill_step(lengths, num_new, block_size)).wait()
+    runner.launch(_prefill_step(lengths, num_new, pool.geometry)).wait()
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     del runner, pool
     torch.cuda.empty_cache()

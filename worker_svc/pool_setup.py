@@ -1,7 +1,7 @@
 """The KV pool of a worker: dtype and number of its blocks, the file that keeps them, and the disk tier."""
 
 import logging
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import torch
 
@@ -13,6 +13,7 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
 from worker_svc.draft_setup import DraftPart
@@ -25,8 +26,24 @@ _KV_DISK_BYTES = 10 << 30
 _logger = logging.getLogger(__name__)
 
 
+def choose_cut(model: CausalLM, max_model_len: int, block_size: int, draft_model: CausalLM | None) -> LayerCut:
+    """The groups of the model's layers."""
+    layers = model.cache_layers
+    cut = cut_layers(layers, max_model_len, block_size)
+    if not cut.groups.num_windowed:
+        return cut
+    if draft_model is None:
+        return cut
+    _logger.info("layers with a window keep all tokens: a draft model's layers are in the same blocks")
+    return LayerCut(layers)
+
+
 def kv_namespace(
-    model: CausalLM, settings: WorkerSettings, fingerprint: ModelFingerprint, draft: DraftPart | None = None
+    model: CausalLM,
+    cut: LayerCut,
+    settings: WorkerSettings,
+    fingerprint: ModelFingerprint,
+    draft: DraftPart | None = None,
 ) -> KvNamespace:
     """Names the format and the model of this rank's blocks."""
     of_draft = () if draft is None else (draft.fingerprint.config, draft.fingerprint.weights)
@@ -36,10 +53,11 @@ def kv_namespace(
         dtype=str(model.dtype),
         kv_dtype=str(requested_pool_dtype(settings.kv_cache_dtype, model)),
         block_size=settings.block_size,
-        num_layers=model.num_layers,
+        num_layers=len(cut.slots),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         lines_per_token=model.lines_per_token,
+        groups=astuple(cut.groups),
         rank=model.ranks.rank,
         world_size=model.ranks.size,
         numerics=(
@@ -93,6 +111,7 @@ def open_disk_tier(
 
 def make_pool(
     model: CausalLM,
+    cut: LayerCut,
     geometry: ModelGeometry,
     limits: WorkerLimits,
     settings: WorkerSettings,
@@ -109,15 +128,19 @@ def make_pool(
             # A default follows from the memory that is available, which is not the same at each start.
             count = None if place.num_held is None else place.num_held - with_padding
         host_memory = None if host_memory is None else host_memory + place.held_bytes
+    groups, block_size = cut.groups, settings.block_size
+    held = groups.max_blocks(geometry.max_model_len, block_size)
+    of_chunks = groups.num_windowed * -(-limits.max_num_batched_tokens // block_size)
     request = PoolRequest(
-        block_size=settings.block_size,
+        block_size=block_size,
         num_gpu_blocks=count,
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
-        max_useful_blocks=limits.max_num_rows * -(-geometry.max_model_len // settings.block_size),
+        max_useful_blocks=limits.max_num_rows * held + of_chunks,
         dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on"),
         host_memory=host_memory,
+        cut=cut,
     )
     available = None
     if model.device.type == "cuda" and request.num_gpu_blocks is None and request.kv_cache_memory is None:
@@ -126,8 +149,15 @@ def make_pool(
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
-    pool = allocate_pool(shape, model.device, dtype, with_padding=with_padding, place=place, draft_model=draft_model)
-    tokens = shape.num_gpu_blocks * shape.block_size
+    pool = allocate_pool(
+        shape,
+        model.device,
+        dtype,
+        with_padding=with_padding,
+        place=place,
+        layers=cut.slots,
+        draft_model=draft_model,
+    )
     _logger.info(
         "KV pool: %d blocks of %d tokens in %s (%.1f MiB), %d on the host",
         shape.num_gpu_blocks,
@@ -136,8 +166,11 @@ def make_pool(
         shape.num_gpu_blocks * shape.block_bytes / 2**20,
         shape.num_host_blocks,
     )
-    if tokens < geometry.max_model_len:
-        _logger.warning("the KV pool holds %d tokens; sequences longer than that are refused", tokens)
+    if groups.num_windowed:
+        _logger.info("blocks hold %d layers, for %s", len(cut.slots), groups)
+    if shape.num_gpu_blocks < held:
+        maximum = geometry.max_model_len
+        _logger.warning("a sequence of %d tokens takes %d blocks; those that do not fit are refused", maximum, held)
     return pool
 
 

@@ -45,7 +45,7 @@ from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model, resolve_dtype
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.parallel.rendezvous import rendezvous
-from worker_svc.pool_setup import kv_namespace, make_pool, memory_of_each_rank, open_disk_tier
+from worker_svc.pool_setup import choose_cut, kv_namespace, make_pool, memory_of_each_rank, open_disk_tier
 from worker_svc.protocol.stream import Worker
 from worker_svc.quantized_module import ExpandedWeight
 from worker_svc.quantized_weights import read_quantized_weights, with_mxfp4_experts
@@ -155,8 +155,9 @@ def make_worker(
     limits = _step_limits(model, settings, max_adapters, has_drafts=drafter is not None)
     report(LoadProgress(PROFILING))
     draft_model = None if draft is None else checked_draft_model(draft.model, geometry)
-    namespace = kv_namespace(model, settings, fingerprint, draft)
-    pool = make_pool(model, geometry, limits, settings, namespace, draft_model)
+    cut = choose_cut(model, geometry.max_model_len, settings.block_size, draft_model)
+    namespace = kv_namespace(model, cut, settings, fingerprint, draft)
+    pool = make_pool(model, cut, geometry, limits, settings, namespace, draft_model)
     matchers = None if templates is None else _make_matchers(templates, model)
     multi_step_s = settings.multi_step_ms / 1e3 if limits.max_passes > 1 else 0.0
     runner = ModelRunner(model, pool, geometry, limits, None, matchers, drafter, multi_step_s, draft_model)
@@ -169,7 +170,8 @@ def make_worker(
         # Before passes are measured, which this would disturb, and before a request has to wait for it.
         templates.wait_for_vocabulary()
     # The tokens of a whole step, and a partly filled block for each of its sequences.
-    pool.populate(-(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows)
+    num_first = -(-limits.max_num_batched_tokens // settings.block_size) + limits.max_num_rows
+    pool.populate(num_first * pool.geometry.groups.num_groups)
     device_loop.use(runner, is_lost=partial(is_lost, model.device), on_failure=model.ranks.fail)
     if drafter is not None or limits.max_passes > 1:
         limits = predict_passes(runner, model, pool, geometry, limits, chooses_drafts=drafter is not None)

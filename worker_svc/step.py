@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from quire.common.v1.common_pb2 import Constraint, SamplingParameters
 from quire.constraints.thinking import ThinkingLimit
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.messages.logprob_columns import LogprobColumns
 from quire.rpc.errors import FailedPrecondition, invalid_field
 from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
@@ -30,23 +31,30 @@ class SupersededError(FailedPrecondition):
 
 @dataclass(frozen=True, slots=True)
 class PoolGeometry:
-    """The KV pool: for each layer a tensor [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]."""
+    """The KV pool: tensors [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim], one for each layer of a
+    group of layers; all groups share them. Layers may have fewer or narrower heads."""
 
     block_size: int
     num_gpu_blocks: int
     num_host_blocks: int
     num_layers: int
+    """Layers of a group."""
     num_kv_heads: int
     head_dim: int
     dtype: str
     block_bytes: int
-    """The bytes of one block: keys and values of all layers."""
+    """The bytes of one block: keys and values of the layers of one group."""
     lines_per_token: int = 2
     """Lines of a token and head: a key and a value, or 1 for a latent, which is both."""
+    groups: LayerGroups = ONE_GROUP
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens of one sequence."""
+        """Blocks of one group of layers that hold `num_tokens` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
+
+    def table_len(self, num_tokens: int) -> int:
+        """Entries of the block table of a sequence of `num_tokens` tokens."""
+        return self.blocks_for(num_tokens) * self.groups.num_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +234,8 @@ class AssignRow:
     row: int
     token_ids: Int32Array
     block_table: Int32Array
+    """As `LayerGroups` describes. Entries of windowed groups that are not read or written yet, or not any more, are
+    any block."""
     sampling: RowSampling
     num_prompt_tokens: int
     """Number of prompt tokens in `token_ids`."""
@@ -311,11 +321,15 @@ class Step:
     batch: Batch
     sealed: SealedBlocks
 
-    def cached_blocks(self, block_size: int) -> Int32Array:
-        """The blocks whose content rows that are assigned here find there, in order of each row."""
+    def cached_blocks(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> Int32Array:
+        """The blocks whose content rows that are assigned here find there, in order of each row and group of layers."""
         computed = dict(zip(self.batch.rows.tolist(), self.batch.num_computed_tokens.tolist(), strict=True))
-        assigned = self.row_changes.assign
-        found = [each.block_table[: computed.get(each.row, 0) // block_size] for each in assigned]
+        found: list[Int32Array] = []
+        for each in self.row_changes.assign:
+            num_computed = computed.get(each.row, 0)
+            by_group = each.block_table.reshape(-1, groups.num_groups)[: num_computed // block_size].T
+            first = groups.first_read(num_computed) // block_size
+            found += [*by_group[: groups.num_full], *by_group[groups.num_full :, first:]]
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
 

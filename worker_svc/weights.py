@@ -134,6 +134,9 @@ _STACKS = (
     _Stack("mlp.experts.gate_up_proj_bias", "mlp", "bias"),
     _Stack("mlp.experts.down_proj", "mlp", inputs_first=True),
     _Stack("mlp.experts.down_proj_bias", "mlp", "bias"),
+    # Within the layer itself.
+    _Stack("experts.gate_up_proj", ""),
+    _Stack("experts.down_proj", ""),
 )
 
 
@@ -181,10 +184,10 @@ def _experts_of(
         inner = stored.shape[-1 if stack.inputs_first or len(stored.shape) == 2 else 1] // 2
         gates, ups = (slice(0, None, 2), slice(1, None, 2)) if alternates else (slice(inner), slice(inner, None))
         outputs = {"gate_proj": gates, "up_proj": ups}
-    before = name.removesuffix(stack.name)
+    before = name.removesuffix(stack.name) + (f"{stack.module}." if stack.module else "")
     for number in range(stored.shape[0]):
         for part, chosen in outputs.items():
-            full_name = f"{before}{stack.module}.experts.{number}.{part}.{stack.kind}"
+            full_name = f"{before}experts.{number}.{part}.{stack.kind}"
             yield full_name, _ExpertTensor(name, stored, stack, number, chosen)
 
 

@@ -27,6 +27,7 @@ from kernels.cpu.library import (
     ExpertsArgs,
     Heads,
     LookUpArgs,
+    MultiplyArgs,
     NormArgs,
     Operation,
     Operations,
@@ -226,7 +227,7 @@ class CpuKernels:
             x_stride=line_stride,
             x_group=group_size,
             x_group_stride=group_stride,
-            residual_stride=hidden,
+            residual_stride=hidden if residual is None or residual.is_contiguous() else residual.stride(0),
             output_stride=hidden if output.is_contiguous() else output.stride(0),
             eps=eps,
             offset=offset,
@@ -248,6 +249,24 @@ class CpuKernels:
             x_stride=lines.stride(0),
         )
         self._library.call(Operation.SILU_AND_MUL, arguments)
+        return output
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not _same_dtype(x, y):
+            return x * y
+        output, lines = self._empty(x.shape, x.dtype), as_lines(x)
+        factors = y if y.stride(-1) == 1 else y.contiguous()
+        arguments = MultiplyArgs(
+            output=output.data_ptr(),
+            x=lines.data_ptr(),
+            y=factors.data_ptr(),
+            dtype=DTYPES[x.dtype],
+            rows=lines.shape[0],
+            n=lines.shape[1],
+            x_stride=lines.stride(0),
+            y_stride=0 if y.dim() == 1 else factors.stride(0),
+        )
+        self._library.call(Operation.MULTIPLY, arguments)
         return output
 
     def rotary(
@@ -440,9 +459,13 @@ class CpuKernels:
         self._library.call(Operation.PRODUCT, arguments)
 
     def choose_experts(
-        self, outputs: torch.Tensor, rule: ChoiceRule, correction: torch.Tensor | None
+        self,
+        outputs: torch.Tensor,
+        rule: ChoiceRule,
+        correction: torch.Tensor | None,
+        factors: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        outputs, correction = dense(outputs), contiguous(correction)
+        outputs, correction, factors = dense(outputs), contiguous(correction), contiguous(factors)
         num_tokens, num_experts = outputs.shape
         shape = (num_tokens, rule.num_chosen)
         weights, chosen = self._empty(shape, torch.float32), self._empty(shape, torch.int64)
@@ -451,6 +474,7 @@ class CpuKernels:
             weights=weights.data_ptr(),
             outputs=outputs.data_ptr(),
             correction=address(correction),
+            factors=address(factors),
             dtype=DTYPES[outputs.dtype],
             num_tokens=num_tokens,
             num_experts=num_experts,

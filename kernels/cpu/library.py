@@ -119,6 +119,10 @@ class SiluArgs(Arguments):
     _fields_ = (*_pointers("output x"), *_integers("dtype threads rows n x_stride"))
 
 
+class MultiplyArgs(Arguments):
+    _fields_ = (*_pointers("output x y"), *_integers("dtype threads rows n x_stride y_stride"))
+
+
 class Grouping(_Mirrored):
     _fields_ = (*_integers("pieces scale_dtype has_zeros"),)
 
@@ -173,7 +177,7 @@ class ProductArgs(Arguments):
 
 class ChooseArgs(Arguments):
     _fields_ = (
-        *_pointers("chosen weights outputs correction"),
+        *_pointers("chosen weights outputs correction factors"),
         *_integers("dtype threads num_tokens num_experts num_chosen output_stride scoring normalized"),
         *_integers("num_groups num_chosen_groups group_members"),
         *_doubles("scale"),
@@ -271,6 +275,7 @@ class Operation(Enum):
     SHRINK = ("shrink", 9, "num_tokens")
     CHOOSE = ("choose", 10, "num_tokens")
     EXPERTS = ("experts", 11, "num_tokens")
+    MULTIPLY = ("multiply", 12, "rows")
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

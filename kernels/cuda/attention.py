@@ -203,7 +203,7 @@ def _attend_to_piece(
     running = start_softmax(sink_scores(scoring), GROUP_PAD, TILE, SHAPE.head_pad)
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
-        keys, values = load_keys_and_values(context, positions, end, SHAPE)
+        keys, values = load_keys_and_values(context, positions, 0, end, SHAPE)
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         scores = make_scores(scoring, products, (positions - query_position)[None, :])
         scores = tl.where((positions < end)[None, :], scores, float("-inf"))
@@ -390,18 +390,42 @@ def _attend_to_context(
     running = start_softmax(sink_scores(scoring), QUERY_TILE, 1, SHAPE.head_pad)
     # From `inner` to `outer` every query sees all keys: these tiles need no mask.
     inner = 0
+    first_seen = 0
     outer = (first + 1) // TILE * TILE
     if sliding_window is not None:
-        begin = tl.maximum(first + 1 - sliding_window, 0) // TILE * TILE
+        first_seen = tl.maximum(first + 1 - sliding_window, 0)
+        begin = first_seen // TILE * TILE
         inner = tl.minimum(tl.cdiv(tl.maximum(last + 1 - sliding_window, 0), TILE) * TILE, outer)
         running = _attend_to_tiles(
-            running, queries, query_positions, context, scoring, begin, inner, sliding_window, SHAPE, TILE, True
+            running,
+            queries,
+            query_positions,
+            context,
+            scoring,
+            begin,
+            inner,
+            first_seen,
+            sliding_window,
+            SHAPE,
+            TILE,
+            True,
         )
     running = _attend_to_tiles(
-        running, queries, query_positions, context, scoring, inner, outer, None, SHAPE, TILE, False
+        running, queries, query_positions, context, scoring, inner, outer, first_seen, None, SHAPE, TILE, False
     )
     running = _attend_to_tiles(
-        running, queries, query_positions, context, scoring, outer, last + 1, sliding_window, SHAPE, TILE, True
+        running,
+        queries,
+        query_positions,
+        context,
+        scoring,
+        outer,
+        last + 1,
+        first_seen,
+        sliding_window,
+        SHAPE,
+        TILE,
+        True,
     )
     attended, _ = finish_softmax(running, score_unit(scoring))
     return attended
@@ -409,13 +433,16 @@ def _attend_to_context(
 
 @triton.jit
 def _attend_to_tiles(
-    running, queries, query_positions, context, scoring, begin, end, sliding_window,
+    running, queries, query_positions, context, scoring, begin, end, first_seen, sliding_window,
     SHAPE: Shape, TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes in the keys from `begin` to `end`, which no query sees beyond; unless MASKED, every query sees all."""
+    """Takes in the keys from `begin` to `end`, which no query sees beyond; unless MASKED, every query sees all.
+
+    No query sees a key before `first_seen`, whose block may be gone.
+    """
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
-        keys, values = load_keys_and_values(context, positions, end, SHAPE)  # pyright: ignore[reportGeneralTypeIssues]
+        keys, values = load_keys_and_values(context, positions, first_seen, end, SHAPE)  # pyright: ignore[reportGeneralTypeIssues]
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         distances = positions[None, :] - query_positions[:, None]
         scores = make_scores(scoring, products, distances)

@@ -207,8 +207,7 @@ def copy_blocks(kv_caches: Sequence[torch.Tensor], pairs: torch.Tensor) -> None:
     if pairs.is_cpu and not torch.isin(pairs[:, 0], pairs[:, 1]).any():
         _move_blocks(kv_caches, kv_caches, pairs)
         return
-    num_parts, _, *block_shape = kv_caches[0].shape
-    buffers = kv_caches[0].new_empty(len(kv_caches), num_parts, num_pairs, *block_shape).unbind()
+    buffers = [each.new_empty(each.shape[0], num_pairs, *each.shape[2:]) for each in kv_caches]
     places = torch.arange(num_pairs, device=pairs.device)
     _move_blocks(kv_caches, buffers, torch.stack((pairs[:, 0], places), dim=1))
     _move_blocks(buffers, kv_caches, torch.stack((places, pairs[:, 1]), dim=1))
@@ -235,8 +234,22 @@ def _move_blocks(
     *,
     max_programs: int | None = None,
 ) -> None:
-    """Copies blocks of all layers, which must be alike (ValueError); no block is both read and written. Each piece has
-    a program of its own, unless `max_programs` are to share them."""
+    """Copies blocks of all layers, all layers of a shape in one launch; no block is both read and written."""
+    layers_by_shape: dict[torch.Size, list[int]] = {}
+    for index, layer in enumerate(source):
+        layers_by_shape.setdefault(layer.shape, []).append(index)
+    for alike in layers_by_shape.values():
+        _move_alike([source[index] for index in alike], [destination[index] for index in alike], pairs, max_programs)
+
+
+def _move_alike(
+    source: Sequence[torch.Tensor],
+    destination: Sequence[torch.Tensor],
+    pairs: torch.Tensor,
+    max_programs: int | None,
+) -> None:
+    """Copies blocks of layers that must be alike (ValueError). Each piece has a program of its own, unless
+    `max_programs` are to share them."""
     num_parts = source[0].shape[0]
     for name, pool in (("source", source), ("destination", destination)):
         for layer in pool:

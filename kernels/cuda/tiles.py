@@ -103,14 +103,15 @@ def find_context(kv_cache, value_offset, block_tables, table_stride, row, head, 
 
 
 @triton.jit
-def load_keys_and_values(context, positions, end, SHAPE: Shape):
-    """Keys and values [N, D] at `positions` [N]; positions from `end` on repeat the token before `end`.
+def load_keys_and_values(context, positions, first, end, SHAPE: Shape):
+    """Keys and values [N, D] at `positions` [N]; positions before `first` repeat it, and those from `end` on the token
+    before `end`.
 
     Slots beyond a context may hold NaN, which no weight of zero would silence. So they are not read, and to read a
     token of the context once more costs less than a mask.
     """
     # Unsigned: divisions by powers of two become shifts.
-    positions = tl.minimum(positions, end - 1).to(tl.uint32)
+    positions = tl.minimum(tl.maximum(positions, first), end - 1).to(tl.uint32)
     block_ids = tl.load(context.block_table + positions // SHAPE.block_size).to(tl.int64)
     slots = (positions % SHAPE.block_size).to(tl.int32)
     offsets = block_ids * (SHAPE.num_kv_heads * SHAPE.block_size * SHAPE.head_dim) + slots * SHAPE.head_dim

@@ -68,6 +68,8 @@ _ARCHITECTURES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "youtu": "YoutuForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())

@@ -62,7 +62,7 @@ _RUN = "/quire.worker.v1.WorkerService/Run"
 ADDED = frozenset(
     {
         *(f"quire.worker.v1.WorkerLimits.{number}" for number in range(5, 9)),
-        "quire.worker.v1.KvPoolGeometry.9",
+        *(f"quire.worker.v1.KvPoolGeometry.{number}" for number in (9, 10)),
         "quire.worker.v1.WorkerInfo.9",
         "quire.worker.v1.WorkerInfo.10",
         "quire.scheduler.v1.Welcome.16",

@@ -40,7 +40,7 @@ class Family:
         name: the class without ForCausalLM or LMHeadModel.
         fields: of the configuration, in addition to the fields of all models.
         config: the class of the configuration, if it is not the name and Config.
-        num_calls: of attention, in a forward pass.
+        num_calls: of attention that write keys, in a forward pass; for transformers' code, all calls.
     """
 
     name: str
@@ -71,6 +71,18 @@ _GRANITE = {
     "embedding_multiplier": 12.0,
     "residual_multiplier": 0.22,
     "logits_scaling": 4.0,
+}
+
+_GEMMA_4 = {
+    "num_hidden_layers": 6,
+    "layer_types": [*(3 * ["sliding_attention"]), "full_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 20,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
 }
 
 _GPT2 = {"num_attention_heads": 2, "intermediate_size": 256}
@@ -325,6 +337,40 @@ NATIVE: dict[str, Family] = {
             },
         },
     ),
+    # Wider heads, but fewer, in layers without a window; the last two layers read the keys and values of others.
+    "gemma4-shared": Family("Gemma4", {**_GEMMA_4, "num_kv_shared_layers": 2}, "Gemma4TextConfig", num_calls=4),
+    "gemma4-wide-shared": Family(
+        "Gemma4",
+        {
+            **_GEMMA_4,
+            "num_kv_shared_layers": 3,
+            "layer_types": [*(2 * ["sliding_attention", "full_attention"]), "sliding_attention", "full_attention"],
+            "attention_k_eq_v": False,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 2.0,
+        },
+        "Gemma4TextConfig",
+        num_calls=3,
+    ),
+    "gemma4-moe": Family(
+        "Gemma4",
+        {
+            **_GEMMA_4,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 48,
+        },
+        "Gemma4TextConfig",
+        num_calls=6,
+    ),
+    "gemma4-unified": Family(
+        "Gemma4Unified",
+        {name: value for name, value in _GEMMA_4.items() if "per_layer" not in name},
+        "Gemma4UnifiedTextConfig",
+        num_calls=6,
+    ),
 }
 
 FOREIGN: dict[str, Family] = {
@@ -375,24 +421,6 @@ FOREIGN: dict[str, Family] = {
     ),
     # Layers that run several times.
     "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
-    # Wider heads, but fewer, in layers without a window; the last two layers read the keys and values of others.
-    "gemma4-shared": Family(
-        "Gemma4",
-        {
-            "num_hidden_layers": 6,
-            "num_kv_shared_layers": 2,
-            "layer_types": [*(3 * ["sliding_attention"]), "full_attention", "sliding_attention", "full_attention"],
-            "sliding_window": 20,
-            "head_dim": 16,
-            "global_head_dim": 32,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-        },
-        "Gemma4TextConfig",
-        num_calls=6,
-    ),
     "gemma3n-shared": Family(
         "Gemma3n",
         {
@@ -504,6 +532,7 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "granite", **_GRANITE, "logits_scaling": 1.0},
         {**_PATCHES, "model_type": "clip_vision_model"},
     ),
+    "gemma4": ("Gemma4", {**_GEMMA_4, "num_kv_shared_layers": 2, **_TIED}, {**_VISION, "head_dim": 16}),
     "llava": ("Llava", {"model_type": "llama"}, {**_PATCHES, "model_type": "clip_vision_model"}),
     "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES),
 }
@@ -558,6 +587,8 @@ def randomize(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 @cache

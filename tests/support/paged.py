@@ -43,8 +43,11 @@ class PagedRunner:
         generator = torch.Generator().manual_seed(seed)
         scrambled = torch.randperm(num_blocks, generator=generator)[: blocks_per_row * len(sequences)]
         self._tables = scrambled.view(len(sequences), blocks_per_row)
-        shape = (model.lines_per_token, num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        self.pools = [torch.full(shape, float("nan"), dtype=model.dtype) for _ in range(model.num_layers)]
+        shapes = (
+            (model.lines_per_token, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
+            for layer in model.cache_layers
+        )
+        self.pools = [torch.full(shape, float("nan"), dtype=model.dtype) for shape in shapes]
 
     def share_blocks(self, source: int, target: int, *, num_blocks: int) -> None:
         """The sequence `target` begins with the first blocks of `source`, as from a prefix cache."""
@@ -75,7 +78,7 @@ class PagedRunner:
         )
         of_tokens = [self.adapter_slots[span.row] for span in spans for _ in range(span.start, span.end)]
         adapter_slots = torch.tensor(of_tokens) if any(of_tokens) else None
-        return ModelInput(torch.tensor(tokens), torch.cat(positions), metadata, self.pools, adapter_slots)
+        return ModelInput(torch.tensor(tokens), torch.cat(positions), [metadata], self.pools, adapter_slots)
 
 
 def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:

@@ -45,7 +45,7 @@ class TinyCausalLM(CausalLM):
     def forward(self, inputs: ModelInput) -> Tensor:
         self.before_step(inputs)
         states = (self.tokens[inputs.token_ids] + self.places[inputs.positions]).view(-1, _HEADS, _HEAD_DIM)
-        attention, cache = inputs.attention, inputs.kv_caches[0]
+        attention, cache = inputs.attention[0], inputs.kv_caches[0]
         ops.reshape_and_cache(states, states.flip(2), cache, attention.slot_mapping)
         attended = ops.paged_attention(
             states,

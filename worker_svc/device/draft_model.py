@@ -46,7 +46,7 @@ class DraftModel:
         self._model, self._rows, self._vocab_size = model, rows, vocab_size
         self._token_ids = rows.token_ids.numpy()
         pool = pool.of_draft_model()
-        self._layers, self._block_size = pool.gpu, pool.geometry.block_size
+        self._caches, self._block_size = pool.layers_of(model), pool.geometry.block_size
         self._forward = make_forward(model, pool, max_model_len, limits)
         self._decodes = make_decodes(model, pool, max_model_len, limits)
         self._max_new, self._max_decodes = limits.max_num_batched_tokens, limits.max_num_rows + limits.max_verified
@@ -160,7 +160,7 @@ class DraftModel:
     ) -> ModelInput:
         new, computed = num_new.astype(np.int32), num_computed.astype(np.int32)
         batch = Batch(rows.astype(np.int32), new, computed, np.zeros((0, 2), np.int32))
-        inputs = build_model_input(batch, self._rows, self._layers, self._block_size)
+        inputs = build_model_input(batch, self._rows, self._caches, self._block_size)
         # A padded vocabulary may be narrower than the model's.
         token_ids = inputs.token_ids.clamp_(max=self._model.vocab_size - 1)
-        return ModelInput(token_ids, inputs.positions, inputs.attention, self._layers)
+        return self._caches.inputs(token_ids, inputs.positions, inputs.groups)

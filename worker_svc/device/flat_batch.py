@@ -1,6 +1,5 @@
 """The flat batch of one step: the input of the model and the logits to sample from, without Python per token."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from worker_svc.device.kv_pool import LayerCaches
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
@@ -46,35 +46,35 @@ class Layout:
         return cls(rows, np.repeat(rows, new), positions, starts, seq_lens, max_query_len, int(seq_lens.max()))
 
 
-def build_model_input(batch: Batch, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+def build_model_input(batch: Batch, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
     """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to."""
     layout = Layout.from_batch(batch)
     if rows.token_ids.device.type == "cpu":
-        return input_on_host(layout, rows, kv_caches, block_size)
-    return input_on_device(layout, rows, kv_caches, block_size)
+        return input_on_host(layout, rows, caches, block_size)
+    return input_on_device(layout, rows, caches, block_size)
 
 
-def input_on_host(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+def input_on_host(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
     """`build_model_input` by numpy, whose operations on a few numbers take a fraction of the time of torch's."""
-    tables, num_blocks = rows.block_tables.numpy(), -(-layout.max_seq_len // block_size)
+    by_group, num_blocks = rows.by_group.numpy(), -(-layout.max_seq_len // block_size)
     blocks, offsets = np.divmod(layout.positions, block_size)
-    block_ids = tables[layout.row_of_token, blocks].astype(np.int64)
-    attention = AttentionMetadata(
-        slot_mapping=torch.from_numpy(block_ids * block_size + offsets),
-        block_tables=torch.from_numpy(tables[layout.rows, :num_blocks]),
-        query_start_loc=torch.from_numpy(layout.query_start_loc.astype(np.int32)),
-        seq_lens=torch.from_numpy(layout.seq_lens.astype(np.int32)),
-        max_query_len=layout.max_query_len,
-        max_seq_len=layout.max_seq_len,
+    slots = by_group[layout.row_of_token, blocks].T.astype(np.int64, order="C") * block_size + offsets
+    tables = np.ascontiguousarray(by_group[layout.rows, :num_blocks].transpose(2, 0, 1))
+    groups = _attention(
+        layout,
+        torch.from_numpy(slots),
+        torch.from_numpy(tables),
+        torch.from_numpy(layout.query_start_loc.astype(np.int32)),
+        torch.from_numpy(layout.seq_lens.astype(np.int32)),
     )
     token_ids = rows.token_ids.numpy()[layout.row_of_token, layout.positions].astype(np.int64)
-    slots = rows.adapter_slots[layout.row_of_token]
-    adapter_slots = torch.from_numpy(slots) if slots.any() else None
+    of_tokens = rows.adapter_slots[layout.row_of_token]
+    adapter_slots = torch.from_numpy(of_tokens) if of_tokens.any() else None
     positions = torch.from_numpy(layout.positions)
-    return ModelInput(torch.from_numpy(token_ids), positions, attention, kv_caches, adapter_slots)
+    return caches.inputs(torch.from_numpy(token_ids), positions, groups, adapter_slots)
 
 
-def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], block_size: int) -> ModelInput:
+def input_on_device(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
     """`build_model_input` with one transfer of a few numbers a token; the device gathers token and block ids."""
     slots = rows.adapter_slots[layout.row_of_token]
     slots = slots if slots.any() else slots[:0]
@@ -82,17 +82,24 @@ def input_on_device(layout: Layout, rows: Rows, kv_caches: Sequence[Tensor], blo
     packed = to_device(np.concatenate(parts), rows.token_ids.device)
     token_rows, positions, batch_rows, query_start_loc, seq_lens, of_tokens = packed.split(list(map(len, parts)))
     num_blocks = -(-layout.max_seq_len // block_size)
-    block_ids = rows.block_tables[token_rows, positions // block_size].long()
-    attention = AttentionMetadata(
-        slot_mapping=block_ids * block_size + positions % block_size,
-        block_tables=rows.block_tables[:, :num_blocks].index_select(0, batch_rows),
-        query_start_loc=query_start_loc.to(torch.int32),
-        seq_lens=seq_lens.to(torch.int32),
-        max_query_len=layout.max_query_len,
-        max_seq_len=layout.max_seq_len,
-    )
+    block_ids = rows.by_group[token_rows, positions // block_size].long()
+    slot_mappings = block_ids.t() * block_size + positions % block_size
+    tables = rows.by_group[:, :num_blocks].index_select(0, batch_rows).permute(2, 0, 1).contiguous()
+    starts = query_start_loc.to(torch.int32)
+    groups = _attention(layout, slot_mappings.contiguous(), tables, starts, seq_lens.to(torch.int32))
     token_ids = rows.token_ids[token_rows, positions].long()
-    return ModelInput(token_ids, positions, attention, kv_caches, of_tokens if len(slots) else None)
+    return caches.inputs(token_ids, positions, groups, of_tokens if len(slots) else None)
+
+
+def _attention(
+    layout: Layout, slot_mappings: Tensor, tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor
+) -> list[AttentionMetadata]:
+    """The attention of each group of layers, from slots [groups, T] and block tables [groups, R, M]."""
+    lengths = layout.max_query_len, layout.max_seq_len
+    return [
+        AttentionMetadata(slots, table, query_start_loc, seq_lens, *lengths)
+        for slots, table in zip(slot_mappings, tables, strict=True)
+    ]
 
 
 def split_outputs(

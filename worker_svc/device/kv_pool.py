@@ -18,9 +18,11 @@ from quire.model_files.progress import shown_bytes
 from quire.runtime import clock
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
+from worker_svc.device.layer_cut import LayerCut, place_layers
 from worker_svc.device.pool_file import PoolFile
 from worker_svc.device.seals import SealInventory
-from worker_svc.models.base import CausalLM
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import CacheLayer, CausalLM, ModelInput
 from worker_svc.step import PoolGeometry
 
 CPU_POOL_BYTES = 1 << 30
@@ -40,10 +42,27 @@ Fill = Callable[[Tensor, int, int], bool]
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """The cache and the group of each layer of a model."""
+
+    kv_caches: tuple[Tensor, ...]
+    group_of: tuple[int, ...] = ()
+
+    def inputs(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        groups: Sequence[AttentionMetadata],
+        adapter_slots: Tensor | None = None,
+    ) -> ModelInput:
+        return ModelInput(token_ids, positions, groups, self.kv_caches, adapter_slots, self.group_of)
+
+
+@dataclass(frozen=True, slots=True)
 class KvPool:
-    """The tensors of all layers, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim]; in int8 with
-    wider lines.
-    The layers of the draft model, if there is one, follow the model's, and have their own number of heads."""
+    """The tensors of the layers of a group, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] with
+    the heads of its `CacheLayer`; in int8 with wider lines. Groups share the tensors, not the blocks. The layers of the
+    draft model, if there is one, follow the model's."""
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
@@ -55,10 +74,10 @@ class KvPool:
     is_released: threading.Event = field(default_factory=threading.Event)
     """Set once the memory was given back: it is not populated any more."""
 
-    @property
-    def of_model(self) -> tuple[Tensor, ...]:
-        """The layers of the model on the device."""
-        return self.gpu[: self.geometry.num_layers]
+    def layers_of(self, model: CausalLM) -> LayerCaches:
+        """The caches of the model on the device."""
+        places = place_layers(model.cache_layers, self.geometry.num_layers, self.geometry.groups)
+        return LayerCaches(tuple(self.gpu[slot] for _, slot in places), tuple(group for group, _ in places))
 
     def of_draft_model(self) -> "KvPool":
         """The layers of its draft model, as a pool of the same blocks."""
@@ -85,9 +104,10 @@ class KvPool:
         layers = [weakref.ref(layer) for layer in self.gpu if layer.device.type == "cpu"]
         if not layers:
             return
-        # A layer has all keys, then all values, or only latents. All but the draft model's have the size of the first.
-        num_lines, num_blocks = self.gpu[0].shape[:2]
-        half = self.gpu[0].nbytes // num_lines
+        # A layer has all keys, then all values, or only latents.
+        largest = max(self.gpu[: self.geometry.num_layers], key=lambda layer: layer.nbytes)
+        num_lines, num_blocks = largest.shape[:2]
+        half = largest.nbytes // num_lines
         fill = populate if self.seals is None else _populate_and_collapse
         end = min(num_first_blocks, num_blocks) * half // num_blocks
         if _populate(layers, end, half, fill, self.is_released, max_s=_FIRST_PART_S):
@@ -114,13 +134,21 @@ class PoolRequest:
     """Blocks of the memory that are not for sequences."""
     host_memory: int | None = None
     """Bytes of this machine that pools may take; None if unknown."""
+    cut: LayerCut | None = None
+    """None keeps all layers in one group."""
 
 
-def block_bytes(model: CausalLM, block_size: int, dtype: torch.dtype | None = None) -> int:
-    """Bytes of one block over all layers, keys and values, of a pool of this dtype; without it, the model's."""
+def block_bytes(
+    model: CausalLM,
+    block_size: int,
+    dtype: torch.dtype | None = None,
+    layers: Sequence[CacheLayer] | None = None,
+) -> int:
+    """Bytes of one block over all layers, or these, keys and values, of a pool of this dtype; without it, the
+    model's."""
     dtype = dtype or model.dtype
-    num_lines = model.lines_per_token * model.num_layers * model.num_kv_heads * block_size
-    return num_lines * line_width(model.head_dim, dtype) * dtype.itemsize
+    widths = (layer.num_kv_heads * line_width(layer.head_dim, dtype) for layer in layers or model.cache_layers)
+    return model.lines_per_token * block_size * sum(widths) * dtype.itemsize
 
 
 def line_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -218,8 +246,10 @@ def pool_geometry(
 ) -> PoolGeometry:
     """The shape of the pool for a model. ConfigurationError when not one block fits."""
     dtype = request.dtype or model.dtype
-    models = (model,) if draft_model is None else (model, draft_model)
-    bytes_per_block = sum(block_bytes(each, request.block_size, dtype) for each in models)
+    cut = request.cut or LayerCut(model.cache_layers)
+    bytes_per_block = block_bytes(model, request.block_size, dtype, cut.slots)
+    if draft_model is not None:
+        bytes_per_block += block_bytes(draft_model, request.block_size, dtype)
     gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
     left_bytes = request.host_memory
     if model.device.type == "cpu":
@@ -230,12 +260,13 @@ def pool_geometry(
         block_size=request.block_size,
         num_gpu_blocks=gpu_blocks,
         num_host_blocks=num_host_blocks(request.swap_space, bytes_per_block, model.device, gpu_blocks, left_bytes),
-        num_layers=model.num_layers,
+        num_layers=len(cut.slots),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         dtype=str(dtype).removeprefix("torch."),
         block_bytes=bytes_per_block,
         lines_per_token=model.lines_per_token,
+        groups=cut.groups,
     )
 
 
@@ -246,6 +277,7 @@ def allocate_pool(
     *,
     with_padding: bool = False,
     place: PoolFile | None = None,
+    layers: Sequence[CacheLayer] | None = None,
     draft_model: CausalLM | None = None,
 ) -> KvPool:
     """Allocates all tensors: the device's zero, the host's untouched, and pinned if the device copies by DMA.
@@ -256,13 +288,14 @@ def allocate_pool(
         dtype: of keys and values.
         with_padding: adds a block on the device for keys and values that are computed and not kept.
         place: file of a pool on the CPU that may hold blocks already. Without one it is private memory.
+        layers: `LayerCut.slots`; None if all have the heads of the geometry.
         draft_model: has further layers.
 
     Raises:
         ConfigurationError: there is not enough memory.
     """
     gpu_shapes, host_shapes = (
-        _layer_shapes(geometry, num_blocks, dtype, draft_model)
+        _layer_shapes(geometry, num_blocks, dtype, layers, draft_model)
         for num_blocks in (geometry.num_gpu_blocks + with_padding, geometry.num_host_blocks)
     )
     try:
@@ -347,10 +380,17 @@ def _populate(
 
 
 def _layer_shapes(
-    geometry: PoolGeometry, num_blocks: int, dtype: torch.dtype, draft_model: CausalLM | None
+    geometry: PoolGeometry,
+    num_blocks: int,
+    dtype: torch.dtype,
+    layers: Sequence[CacheLayer] | None,
+    draft_model: CausalLM | None,
 ) -> list[tuple[int, ...]]:
+    if layers is None:
+        layers = [CacheLayer(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
+    of_draft_model = [] if draft_model is None else [(draft_model.lines_per_token, draft_model.cache_layers)]
     return [
-        (each.lines_per_token, num_blocks, each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype))
-        for each in ((geometry,) if draft_model is None else (geometry, draft_model))
-        for _ in range(each.num_layers)
+        (num_lines, num_blocks, layer.num_kv_heads, geometry.block_size, line_width(layer.head_dim, dtype))
+        for num_lines, of_model in [(geometry.lines_per_token, layers), *of_draft_model]
+        for layer in of_model
     ]

@@ -49,6 +49,7 @@ class KvNamespace:
         dtype, kv_dtype: of the model and of the pool.
         block_size, num_layers, num_kv_heads, head_dim, lines_per_token: the shape of a block, of one rank, without a
             draft model.
+        groups: of layers, the fields of `LayerGroups`.
         rank, world_size: which part of the model.
         numerics: The causes of rounding: release, implementation of the model, quantization, kernels and their
             instruction set, torch; and the rotation of a model that has several.
@@ -62,6 +63,7 @@ class KvNamespace:
     num_kv_heads: int
     head_dim: int
     lines_per_token: int
+    groups: tuple[int, ...]
     rank: int
     world_size: int
     numerics: tuple[str, ...]

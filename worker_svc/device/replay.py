@@ -10,9 +10,9 @@ consist of the library's operations.
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeGuard
 
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kernels.recording import NotRecordableError, record
 from quire.runtime.settings import ConfigurationError
-from worker_svc.device.kv_pool import KvPool, zeros
+from worker_svc.device.kv_pool import KvPool, LayerCaches, zeros
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
@@ -92,29 +92,34 @@ def make_room(
     num_tokens: int,
     num_rows: int,
     num_columns: int,
-    kv_caches: Sequence[Tensor],
+    caches: LayerCaches,
     max_seq_len: int,
     device: torch.device,
+    num_groups: int = 1,
 ) -> ModelInput:
     """Tensors that keep their addresses, which recordings use, for steps of at most `num_tokens` tokens and `num_rows`
     rows. All are zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
 
-    attention = AttentionMetadata(
-        slot_mapping=zeros((num_tokens,), torch.int64, device),
-        block_tables=zeros((num_rows, num_columns), torch.int32, device),
-        query_start_loc=torch.arange(num_rows + 1, dtype=torch.int32, device=device),
-        seq_lens=zeros((num_rows,), torch.int32, device),
-        max_query_len=min(num_tokens, max_seq_len),
-        max_seq_len=max_seq_len,
-    )
+    query_start_loc = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    seq_lens = zeros((num_rows,), torch.int32, device)
+    groups = [
+        AttentionMetadata(
+            slot_mapping=zeros((num_tokens,), torch.int64, device),
+            block_tables=zeros((num_rows, num_columns), torch.int32, device),
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            max_query_len=min(num_tokens, max_seq_len),
+            max_seq_len=max_seq_len,
+        )
+        for _ in range(num_groups)
+    ]
     token_ids, positions, adapter_slots = (zeros((num_tokens,), torch.int64, device) for _ in range(3))
-    return ModelInput(token_ids, positions, attention, kv_caches, adapter_slots)
+    return caches.inputs(token_ids, positions, groups, adapter_slots)
 
 
 def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
     """Copies a batch of one token a row. The rows after it keep their values."""
-    target, attention = room.attention, inputs.attention
-    num_rows, num_columns = attention.block_tables.shape
+    num_rows, num_columns = inputs.groups[0].block_tables.shape
     room.token_ids[:num_rows].copy_(inputs.token_ids)
     room.positions[:num_rows].copy_(inputs.positions)
     assert room.adapter_slots is not None
@@ -122,25 +127,34 @@ def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
         room.adapter_slots.zero_()
     else:
         room.adapter_slots[:num_rows].copy_(inputs.adapter_slots)
-    target.slot_mapping[:num_rows].copy_(attention.slot_mapping)
-    target.block_tables[:num_rows, :num_columns].copy_(attention.block_tables)
-    target.seq_lens[:num_rows].copy_(attention.seq_lens)
+    room.groups[0].seq_lens[:num_rows].copy_(inputs.groups[0].seq_lens)
+    for target, group in zip(room.groups, inputs.groups, strict=True):
+        target.slot_mapping[:num_rows].copy_(group.slot_mapping)
+        target.block_tables[:num_rows, :num_columns].copy_(group.block_tables)
 
 
 def first_decodes(room: ModelInput, shape: GraphShape) -> ModelInput:
     """The first rows, of one token each. Block tables keep their full width: every shape has the same strides."""
-    num_rows, attention = shape.num_rows, room.attention
-    first = AttentionMetadata(
-        slot_mapping=attention.slot_mapping[:num_rows],
-        block_tables=attention.block_tables[:num_rows],
-        query_start_loc=attention.query_start_loc[: num_rows + 1],
-        seq_lens=attention.seq_lens[:num_rows],
-        max_query_len=1,
-        max_seq_len=shape.max_seq_len,
-    )
+    num_rows = shape.num_rows
+    first = [
+        AttentionMetadata(
+            slot_mapping=group.slot_mapping[:num_rows],
+            block_tables=group.block_tables[:num_rows],
+            query_start_loc=group.query_start_loc[: num_rows + 1],
+            seq_lens=group.seq_lens[:num_rows],
+            max_query_len=1,
+            max_seq_len=shape.max_seq_len,
+        )
+        for group in room.groups
+    ]
     assert room.adapter_slots is not None
-    slots = room.adapter_slots[:num_rows]
-    return ModelInput(room.token_ids[:num_rows], room.positions[:num_rows], first, room.kv_caches, slots)
+    return replace(
+        room,
+        token_ids=room.token_ids[:num_rows],
+        positions=room.positions[:num_rows],
+        groups=first,
+        adapter_slots=room.adapter_slots[:num_rows],
+    )
 
 
 class GraphRecorder(Protocol):
@@ -179,7 +193,8 @@ class DecodeGraphs:
             num_columns: Blocks of the longest sequence.
         """
         num_rows, longest = shapes.largest.num_rows, shapes.largest.max_seq_len
-        room = make_room(num_rows, num_rows, num_columns, padding.kv_caches, longest, model.device)
+        caches = LayerCaches(tuple(padding.kv_caches), tuple(padding.group_of))
+        room = make_room(num_rows, num_rows, num_columns, caches, longest, model.device, len(padding.groups))
         fill_decodes(room, padding)
         hidden = torch.empty_like(model(first_decodes(room, shapes.largest)))
 
@@ -283,21 +298,24 @@ class RecordedDecodes:
         """The rows of the passes that `run` runs next.
 
         Args:
-            block_tables: [R, columns], with the blocks of all these passes.
+            block_tables: [groups of layers, R, columns], with the blocks of all these passes.
             adapter_slots: [R], as `Rows` has them.
         """
-        (num_rows, num_columns), room = block_tables.shape, self._recorded
-        room.block_tables[:num_rows, :num_columns] = block_tables
+        (_, num_rows, num_columns), room = block_tables.shape, self._recorded
+        for (_, tables), of_group in zip(room.groups, block_tables, strict=True):
+            tables[:num_rows, :num_columns] = of_group
         room.query_start_loc[: num_rows + 1] = np.arange(num_rows + 1)
         room.adapter_slots[:num_rows] = adapter_slots
 
     def run(
         self, token_ids: NDArray[np.integer], positions: NDArray[np.int64], slots: NDArray[np.int64]
     ) -> torch.Tensor:
-        """The logits of a token of each row, [R, vocab] float32. `slots` get its keys and values. All are [R]."""
+        """The logits of a token of each row, [R, vocab] float32. All are [R] but `slots` [groups of layers, R], which
+        get its keys and values."""
         num_rows, room = len(token_ids), self._recorded
         room.token_ids[:num_rows], room.positions[:num_rows] = token_ids, positions
-        room.slot_mapping[:num_rows] = slots
+        for (slot_mapping, _), of_group in zip(room.groups, slots, strict=True):
+            slot_mapping[:num_rows] = of_group
         np.add(positions, 1, out=room.seq_lens[:num_rows], casting="same_kind")
         return self._model.finish(room.run(num_rows))
 
@@ -310,7 +328,7 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         # Recomputed output tokens are rows of their own, and the last token of a prompt is paired with another.
         num_rows = max(_max_batch_rows(limits), limits.max_num_batched_tokens)
         num_tokens = limits.max_num_batched_tokens + limits.max_num_rows
-        return RecordedForward(model, room_for(pool, max_model_len, num_tokens=num_tokens, num_rows=num_rows))
+        return RecordedForward(model, room_for(model, pool, max_model_len, num_tokens=num_tokens, num_rows=num_rows))
     except NotRecordableError as reason:
         _logger.debug("operations of the model run one by one: %s", reason)
         return model
@@ -322,7 +340,7 @@ def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         return None
     try:
         num_rows = _max_batch_rows(limits)
-        room = room_for(pool, max_model_len, num_tokens=num_rows, num_rows=num_rows)
+        room = room_for(model, pool, max_model_len, num_tokens=num_rows, num_rows=num_rows)
         return RecordedDecodes(model, room)
     except NotRecordableError:
         return None
@@ -345,7 +363,8 @@ class RecordedForward:
         finish: applied to the hidden states, and recorded too.
 
     Attributes:
-        token_ids, positions, adapter_slots, slot_mapping, block_tables, query_start_loc, seq_lens: the room, as arrays.
+        token_ids, positions, adapter_slots, query_start_loc, seq_lens: the room, as arrays.
+        groups: the slot mapping and the block tables of each group of layers, as arrays.
 
     Raises:
         NotRecordableError: the layers compute something that is not an operation of the library.
@@ -355,7 +374,7 @@ class RecordedForward:
         self, model: NativeCausalLM, room: ModelInput, finish: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> None:
         self._model = model
-        one_token = ModelInput(room.token_ids[:1].zero_(), room.positions[:1].zero_(), room.attention, ())
+        one_token = ModelInput(room.token_ids[:1].zero_(), room.positions[:1].zero_(), room.groups, ())
         num_tokens = room.token_ids.shape[0]
         one_embedded = model.embed(one_token)
         embedded = one_embedded.new_empty(num_tokens, one_embedded.shape[1])
@@ -368,22 +387,22 @@ class RecordedForward:
         self._recording = record(num_tokens, run)
         self._embedded, (self._output,), self._room = embedded, outputs, room
         assert room.adapter_slots is not None
-        attention = room.attention
         # numpy takes a fraction of torch's time for a few numbers.
         self.token_ids, self.positions = room.token_ids.numpy(), room.positions.numpy()
-        self.adapter_slots, self.slot_mapping = room.adapter_slots.numpy(), attention.slot_mapping.numpy()
-        self.block_tables = attention.block_tables.numpy()
-        self.query_start_loc, self.seq_lens = attention.query_start_loc.numpy(), attention.seq_lens.numpy()
+        self.adapter_slots = room.adapter_slots.numpy()
+        self.groups = [(each.slot_mapping.numpy(), each.block_tables.numpy()) for each in room.groups]
+        self.query_start_loc, self.seq_lens = room.groups[0].query_start_loc.numpy(), room.groups[0].seq_lens.numpy()
 
     @torch.inference_mode()
     def __call__(self, inputs: ModelInput) -> torch.Tensor:
-        num_tokens, num_rows = inputs.token_ids.shape[0], inputs.attention.seq_lens.shape[0]
-        attention = inputs.attention
+        attention = inputs.groups[0]
+        num_tokens, num_rows = inputs.token_ids.shape[0], attention.seq_lens.shape[0]
         self._embedded[:num_tokens] = self._model.embed(inputs)
         self.positions[:num_tokens] = inputs.positions
         self.adapter_slots[:num_tokens] = 0 if inputs.adapter_slots is None else inputs.adapter_slots
-        self.slot_mapping[:num_tokens] = attention.slot_mapping
-        self.block_tables[:num_rows, : attention.block_tables.shape[1]] = attention.block_tables
+        for (slot_mapping, tables), group in zip(self.groups, inputs.groups, strict=True):
+            slot_mapping[:num_tokens] = group.slot_mapping
+            tables[:num_rows, : group.block_tables.shape[1]] = group.block_tables
         self.query_start_loc[: num_rows + 1] = attention.query_start_loc
         self.seq_lens[:num_rows] = attention.seq_lens
         self._recording.run(num_tokens, num_rows)
@@ -392,16 +411,17 @@ class RecordedForward:
     @torch.inference_mode()
     def run(self, num_rows: int) -> torch.Tensor:
         """The output for `num_rows` rows of one token each, which the room holds."""
-        tokens = ModelInput(self._room.token_ids[:num_rows], self._room.positions[:num_rows], self._room.attention, ())
+        tokens = ModelInput(self._room.token_ids[:num_rows], self._room.positions[:num_rows], self._room.groups, ())
         self._embedded[:num_rows] = self._model.embed(tokens)
         self._recording.run(num_rows, num_rows)
         return self._output[:num_rows]
 
 
-def room_for(pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
+def room_for(model: CausalLM, pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
     """The room of a recording on the CPU, over the pool of all steps."""
-    num_columns = pool.geometry.blocks_for(max_model_len)
-    return make_room(num_tokens, num_rows, num_columns, pool.of_model, max_model_len, torch.device("cpu"))
+    num_columns, num_groups = pool.geometry.blocks_for(max_model_len), pool.geometry.groups.num_groups
+    caches = pool.layers_of(model)
+    return make_room(num_tokens, num_rows, num_columns, caches, max_model_len, torch.device("cpu"), num_groups)
 
 
 class DecodeRun:
@@ -436,10 +456,12 @@ class DecodeRun:
         self._rows = chosen.astype(np.int64)
         self._positions = starts + np.arange(num_passes + 1)[:, None]
         blocks, offsets = np.divmod(self._positions[:-1], block_size)
-        tables = rows.block_tables.numpy()
-        self._slots = tables[self._rows, blocks].astype(np.int64) * block_size + offsets
+        tables = rows.by_group.numpy()
+        slots = tables[self._rows, blocks].astype(np.int64) * block_size + offsets[..., None]
+        self._slots = slots.transpose(0, 2, 1)
         self._draws = RowDraws.from_columns(columns, starts + 1, num_passes)
-        decodes.set_rows(tables[self._rows, : int(blocks.max()) + 1], rows.adapter_slots[self._rows])
+        held = tables[self._rows, : int(blocks.max()) + 1].transpose(2, 0, 1)
+        decodes.set_rows(held, rows.adapter_slots[self._rows])
 
     def next(self) -> Drawn:
         """Runs a pass, and appends the drawn tokens to the rows."""

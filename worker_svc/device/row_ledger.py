@@ -48,9 +48,9 @@ class RowLedger:
     """
 
     def __init__(self, pool: PoolGeometry, model: ModelGeometry, limits: WorkerLimits) -> None:
-        self._block_size = pool.block_size
+        self._block_size, self._num_groups = pool.block_size, pool.groups.num_groups
         self._max_model_len = model.max_model_len
-        rows, blocks = limits.max_num_rows, pool.blocks_for(model.max_model_len)
+        rows, blocks = limits.max_num_rows, pool.table_len(model.max_model_len)
         self._held = np.zeros(rows, dtype=bool)
         self._draws = np.zeros(rows, dtype=bool)
         self._num_tokens = np.zeros(rows, dtype=np.int64)
@@ -62,6 +62,7 @@ class RowLedger:
         self._num_sequences = 0
         self._drafted: deque[_Drafted] = deque()
         self._tables = np.zeros((rows, blocks), dtype=np.int32)
+        self._by_group = self._tables.reshape(rows, -1, self._num_groups)
         # The load of each row's adapter, and the last one of each slot. Loads count from 1 on.
         self._adapter_loads = np.zeros(rows, dtype=np.int64)
         self._slot_loads = np.zeros(limits.max_adapters, dtype=np.int64)
@@ -226,11 +227,12 @@ class RowLedger:
             )
         self._check_samples(batch, ends)
         reach = self._reach(batch, ends)
-        if (worst := first_true(reach > self._num_blocks[rows] * self._block_size)) is not None:
+        room = self._num_blocks[rows] // self._num_groups * self._block_size
+        if (worst := first_true(reach > room)) is not None:
             raise invalid_field(
                 "batch.num_new_tokens",
                 f"takes row {rows[worst]} to {reach[worst]} tokens; its block table of "
-                f"{self._num_blocks[rows[worst]]} blocks holds {self._num_blocks[rows[worst]] * self._block_size}",
+                f"{self._num_blocks[rows[worst]]} blocks holds {room[worst]}",
             )
         written = self._written_blocks(rows, batch.num_computed_tokens, reach)
         check_distinct(written, "batch", "block", "among the blocks that its rows write")
@@ -257,10 +259,10 @@ class RowLedger:
     def _written_blocks(self, rows: Int32Array, starts: Int32Array, ends: NDArray[np.int64]) -> Int32Array:
         first, last = starts // self._block_size, (ends - 1) // self._block_size
         if np.array_equal(first, last):
-            return self._tables[rows, first]
+            return self._by_group[rows, first].ravel()
         counts = last - first + 1
         offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        return self._tables[np.repeat(rows, counts), np.repeat(first, counts) + offsets]
+        return self._by_group[np.repeat(rows, counts), np.repeat(first, counts) + offsets].ravel()
 
     def _check_samples(self, batch: Batch, ends: NDArray[np.int64]) -> None:
         """Checks that a sampled token follows the last token of its logits, in the row that samples too."""

@@ -25,13 +25,17 @@ class Rows:
     """The rows as of the last launched step: tokens, block tables and sampling parameters.
 
     `token_ids` is [rows, max_model_len + 1] int32: the last column is for a token that is sampled after the last
-    position and never computed. `block_tables` is [rows, blocks of max_model_len] int32. Entries beyond a row's length
-    are undefined. On the CPU they take memory when they are first written.
+    position and never computed. `block_tables` is [rows, blocks of max_model_len * groups of layers] int32, and
+    `by_group` the same as [rows, blocks, groups]. Entries beyond a row's length are undefined. On the CPU they take
+    memory when they are first written.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device, num_groups: int = 1
+    ) -> None:
         self.token_ids = zeros((num_rows, max_model_len + 1), torch.int32, device)
-        self.block_tables = zeros((num_rows, max_blocks), torch.int32, device)
+        self.block_tables = zeros((num_rows, max_blocks * num_groups), torch.int32, device)
+        self.by_group = self.block_tables.view(num_rows, max_blocks, num_groups)
         self.sampling = SamplingColumns.empty(num_rows)
         self.adapter_slots = np.zeros(num_rows, np.int64)
         """The slot of each row's adapter from 1 on, on the host; 0 for none."""

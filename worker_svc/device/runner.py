@@ -283,7 +283,9 @@ class ModelRunner:
         # The row after the rows of steps pads batches.
         self._padding_row = limits.max_num_rows
         max_blocks = pool.geometry.blocks_for(geometry.max_model_len)
-        self._rows = Rows(limits.max_num_rows + 1, geometry.max_model_len, max_blocks, model.device)
+        num_groups = pool.geometry.groups.num_groups
+        self._rows = Rows(limits.max_num_rows + 1, geometry.max_model_len, max_blocks, model.device, num_groups)
+        self._caches = pool.layers_of(model)
         self._shapes = GraphShapes.up_to(limits.max_num_rows, geometry.max_model_len)
         self._graphs: DecodeGraphs | None = None
         self._run_model = make_forward(model, pool, geometry.max_model_len, limits)
@@ -339,7 +341,7 @@ class ModelRunner:
         none = np.zeros(0, np.int32)
         nothing = Batch(none, none, none, np.zeros((0, 2), np.int32))
         padding = self._model_input(pad_batch(nothing, self._shapes.largest.num_rows, self._padding_row))
-        num_columns = self._rows.block_tables.shape[1]
+        num_columns = self._rows.by_group.shape[1]
         self._graphs = DecodeGraphs.record(self._model, self._shapes, padding, num_columns, recorder)
         return len(tuple(self._shapes))
 
@@ -537,11 +539,12 @@ class ModelRunner:
         firsts = (np.cumsum(new) - new)[lone]
         inputs, block = self._model_input(pairs), self._pool.padding_block
         assert block is not None, "a pool with a padding block"
-        inputs.attention.slot_mapping.numpy()[firsts] = block * size + np.arange(len(firsts)) % size
+        for group in inputs.groups:
+            group.slot_mapping.numpy()[firsts] = block * size + np.arange(len(firsts)) % size
         return self._run_model(inputs)[torch.from_numpy(np.delete(np.arange(new.sum()), firsts))]
 
     def _model_input(self, batch: Batch) -> ModelInput:
-        return build_model_input(batch, self._rows, self._pool.of_model, self._pool.geometry.block_size)
+        return build_model_input(batch, self._rows, self._caches, self._pool.geometry.block_size)
 
     def _change_logits(
         self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns, masks: Masks | None

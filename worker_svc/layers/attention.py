@@ -34,7 +34,9 @@ class PagedAttention(nn.Module):
     """Writes the new keys and values into their slots and attends over the paged context.
 
     Args:
+        num_kv_heads: written by this layer; 0 for a layer that reads another's keys and values.
         scale: factor on the scores.
+        values_are_keys: there are no heads of value.
         sliding_window: tokens that a token sees, itself included; None for all before it.
         soft_cap: of the scores, as in `ops.paged_attention`.
         sinks: the same, of this rank's heads.
@@ -47,12 +49,13 @@ class PagedAttention(nn.Module):
         head_dim: int,
         scale: float,
         *,
+        values_are_keys: bool = False,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
         sinks: Numbers | None = None,
     ) -> None:
         super().__init__()
-        self._head_split = (num_heads, num_kv_heads, num_kv_heads)
+        self._head_split = (num_heads, num_kv_heads) if values_are_keys else (num_heads, num_kv_heads, num_kv_heads)
         self._head_dim = head_dim
         self._scale = scale
         self._sliding_window = sliding_window
@@ -61,8 +64,8 @@ class PagedAttention(nn.Module):
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv [T, (Hq + 2 Hkv) * D] -> views: query [T, Hq, D], key and value [T, Hkv, D]."""
-        query, key, value = qkv.view(qkv.shape[0], -1, self._head_dim).split_with_sizes(self._head_split, 1)
-        return query, key, value
+        query, key, *values = qkv.view(qkv.shape[0], -1, self._head_dim).split_with_sizes(self._head_split, 1)
+        return query, key, values[0] if values else key
 
     def forward(
         self,

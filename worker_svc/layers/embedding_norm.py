@@ -131,6 +131,46 @@ class RmsNorm(Loadable):
         return ops.add_rms_norm(x, residual, self.weight, self._eps, self._offset)
 
 
+class UnitNorm(Loadable):
+    """Root mean square norm without weights."""
+
+    weight: torch.Tensor
+
+    def __init__(self, dim: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self._dim, self._eps, self._placement = dim, eps, placement
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from ()
+
+    def load(self, tensors: TensorReader) -> None:
+        self.weight = self._placement.empty(self._dim).fill_(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., dim]; returns the same shape."""
+        return ops.rms_norm(x, self.weight, self._eps)
+
+
+class Factor(Loadable):
+    """A number of the checkpoint that x [T, dim] is multiplied by."""
+
+    values: torch.Tensor
+    """[dim], all the same."""
+
+    def __init__(self, name: str, dim: int, placement: Placement) -> None:
+        super().__init__()
+        self._spec, self._dim, self._placement = TensorSpec(name, (1,)), dim, placement
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield self._spec
+
+    def load(self, tensors: TensorReader) -> None:
+        self.values = self._placement.copy(tensors.read(self._spec).expand(self._dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.multiply(x, self.values)
+
+
 class LayerNorm(Loadable):
     """Layer norm. Without `affine` it has neither weight nor bias; without `bias` only a weight, to which `offset` is
     added."""

@@ -17,9 +17,9 @@ from kernels import ops
 from kernels.cpu.experts import PackedExperts
 from kernels.experts import ChoiceRule
 from worker_svc.layers.activations import ActivationKind
-from worker_svc.layers.embedding_norm import Numbers
+from worker_svc.layers.embedding_norm import NoNorm, Numbers, RmsNorm
 from worker_svc.layers.linear import Linear, LinearPart, Split
-from worker_svc.weights import Placement
+from worker_svc.weights import Placement, TensorReader, TensorSpec, frozen
 
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 MERGED_GATE_UP_DOWN = ("gate_up_proj", "gate_up_proj", "down_proj")
@@ -102,6 +102,10 @@ class ExpertsConfig:
         shared_inner_size: of the expert that all tokens have; None without it.
         shared: its name, within the layer.
         shared_gate: the name of the layer whose sigmoid is its weight; None if the weight is 1.
+        beside_mlp: The experts are in addition to an MLP, as in `ExpertsBesideMlp`: names of the norms of the MLP's
+            output, of the experts' input and of the experts' output, within the layer.
+        router_scale: the name of the weights of a norm of the router's input; None if it is the experts' input.
+        expert_scales: the name of a factor of each expert's weights; None if there are none.
     """
 
     count: int
@@ -125,6 +129,9 @@ class ExpertsConfig:
     shared: str = "mlp.shared_expert"
     shared_names: tuple[str, ...] = GATE_UP_DOWN
     shared_gate: str | None = None
+    beside_mlp: tuple[str, str, str] | None = None
+    router_scale: str | None = None
+    expert_scales: str | None = None
 
 
 class Experts(nn.Module):
@@ -135,7 +142,7 @@ class Experts(nn.Module):
 
     def __init__(self, layer: str, config: ExpertsConfig, hidden: int, activation: str, placement: Placement) -> None:
         super().__init__()
-        name = f"{layer}.{config.module}"
+        name = f"{layer}.{config.module}" if config.module else layer
         self._config, self._ranks = config, placement.ranks
         self._rule = ChoiceRule(
             num_chosen=config.num_chosen,
@@ -161,6 +168,9 @@ class Experts(nn.Module):
             self.correction = Numbers(
                 f"{name}.{config.correction}", config.count, placement, split=False, is_row=config.correction_is_row
             )
+        self.expert_scales: Numbers | None = None
+        if config.expert_scales is not None:
+            self.expert_scales = Numbers(f"{name}.{config.expert_scales}", config.count, placement, split=False)
         self.experts = nn.ModuleList(
             mlp(f"{name}.experts.{number}", config.inner_size, config.names) for number in range(config.count)
         )
@@ -171,9 +181,9 @@ class Experts(nn.Module):
             if config.shared_gate is not None:
                 self.shared_gate = whole(f"{name}.{config.shared_gate}", 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden]; returns the same shape."""
-        weights, chosen = self._choose(x)
+    def forward(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden], and the router's input if it is another; returns the same shape."""
+        weights, chosen = self._choose(x if router_input is None else router_input)
         shared = shared_gate = None
         if self.shared is not None:
             shared = self.shared.partial(x)
@@ -199,13 +209,14 @@ class Experts(nn.Module):
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights [T, num_chosen] float32 of each token's experts, the first chosen first, and their numbers, int64."""
         config, outputs = self._config, self.router(x)
+        correction, factors = (None if each is None else each.values for each in (self.correction, self.expert_scales))
         if config.scoring is not Scoring.SPARSE_MIXER and ops.can_choose_experts(outputs.device, outputs.dtype):
-            return ops.choose_experts(outputs, self._rule, None if self.correction is None else self.correction.values)
+            return ops.choose_experts(outputs, self._rule, correction, factors)
         outputs = outputs.float()
         if config.scoring is Scoring.SPARSE_MIXER:
             return _mix_sparsely(outputs, config.num_chosen, config.tolerance)
         scores = _sigmoid(outputs) if config.scoring is Scoring.SIGMOID else outputs.softmax(dim=-1)
-        preferences = scores if self.correction is None else scores + self.correction.values
+        preferences = scores if correction is None else scores + correction
         if config.num_groups > 1:
             groups = preferences.unflatten(-1, (config.num_groups, -1))
             best = groups.topk(config.group_members).values.sum(dim=-1).topk(config.num_chosen_groups).indices
@@ -214,6 +225,7 @@ class Experts(nn.Module):
         chosen = preferences.topk(config.num_chosen).indices
         weights = scores.gather(-1, chosen)
         weights = weights / weights.sum(dim=-1, keepdim=True) if config.normalized else weights
+        weights = weights if factors is None else weights * factors[chosen]
         return weights if config.scale == 1 else weights * config.scale, chosen
 
     def _multiply(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -227,6 +239,40 @@ class Experts(nn.Module):
                 assert isinstance(expert, Mlp)
                 outputs[of_expert] = expert.partial(x[of_expert // num_chosen])
         return outputs.view(num_tokens, num_chosen, hidden)
+
+
+class ExpertsBesideMlp(nn.Module):
+    """Experts of a layer in addition to its MLP, each with a norm. The norms of the experts' and of the router's input
+    are of the residual stream."""
+
+    def __init__(
+        self, layer: str, config: ExpertsConfig, hidden: int, activation: str, eps: float, placement: Placement
+    ) -> None:
+        super().__init__()
+        assert config.beside_mlp is not None
+        assert config.router_scale is not None
+        norms = (RmsNorm(f"{layer}.{name}", hidden, eps, placement=placement) for name in config.beside_mlp)
+        self.mlp_norm, self.norm, self.output_norm = norms
+        self.router_norm = _RouterNorm(f"{layer}.{config.router_scale}", hidden, eps, placement)
+        self.experts = Experts(layer, config, hidden, activation, placement)
+        self._sum = NoNorm()
+
+    def forward(self, output: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """output of the MLP [T, hidden], residual [T, hidden] -> the output of both."""
+        of_experts = self.experts(self.norm(residual), self.router_norm(residual))
+        return self._sum.add(self.output_norm(of_experts), self.mlp_norm(output))[1]
+
+
+class _RouterNorm(RmsNorm):
+    """A norm whose weights, the tensor `name`, are divided by the root of their number."""
+
+    def __init__(self, name: str, dim: int, eps: float, placement: Placement) -> None:
+        super().__init__(name, dim, eps, placement=placement)
+        self._spec = TensorSpec(name, (dim,))
+
+    def load(self, tensors: TensorReader) -> None:
+        weight = tensors.read(self._spec)
+        self.weight = frozen(self._placement.copy(weight.float() * weight.shape[0] ** -0.5))
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -23,16 +23,39 @@ class ModelInput:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, each token's index in its sequence.
-        kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] a layer. The model writes the
-            keys and values, or latents, of the new tokens into their slots.
+        groups: the places of the tokens in the pool, for each group of layers.
+        kv_caches: one [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] for each of the model's
+            `cache_layers`. The model writes the keys and values, or latents, of the new tokens into their slots.
         adapter_slots: as in `TokenSlots`.
+        group_of: for each of `kv_caches` the index of its group; empty if all are in one.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    attention: AttentionMetadata
+    groups: Sequence[AttentionMetadata]
     kv_caches: Sequence[torch.Tensor]
     adapter_slots: torch.Tensor | None = None
+    group_of: Sequence[int] = ()
+
+    @property
+    def attention(self) -> Sequence[AttentionMetadata]:
+        """The metadata of each of `kv_caches`."""
+        group_of = self.group_of or [0] * len(self.kv_caches)
+        return [self.groups[group] for group in group_of]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """Keys and values, or latents, of one layer in the pool.
+
+    Attributes:
+        num_kv_heads: of this rank.
+        window: tokens that a token sees, itself included; None for all before it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +92,7 @@ class CausalLM(nn.Module):
 
     Attributes:
         architecture: its name in config.json.
-        num_kv_heads: of this rank.
+        cache_layers: one for each layer that has keys of its own; a layer that reads another's has none.
         lines_per_token: lines of a token and head in the pool: a key and a value, or 1 for a latent, which is both.
         vocab_size: width of the logits of all ranks together.
         max_model_len: number of positions that the model supports.
@@ -89,12 +112,13 @@ class CausalLM(nn.Module):
         vocab_size: int,
         max_model_len: int,
         lines_per_token: int = 2,
+        cache_layers: Sequence[CacheLayer] | None = None,
     ) -> None:
+        """`num_layers`, `num_kv_heads` and `head_dim` describe `cache_layers` that are all alike, without a window."""
         super().__init__()
         self.lines_per_token = lines_per_token
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        alike = (CacheLayer(num_kv_heads, head_dim),) * num_layers
+        self.cache_layers = alike if cache_layers is None else tuple(cache_layers)
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.rotation: RotationByLength | None = None
@@ -102,6 +126,21 @@ class CausalLM(nn.Module):
         self.device = placement.device
         self.dtype = placement.dtype
         self.token_slots = TokenSlots()
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers in the pool."""
+        return len(self.cache_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The maximum of all layers, on this rank."""
+        return max(layer.num_kv_heads for layer in self.cache_layers)
+
+    @property
+    def head_dim(self) -> int:
+        """The maximum of all layers."""
+        return max(layer.head_dim for layer in self.cache_layers)
 
     @abstractmethod
     def forward(self, inputs: ModelInput) -> torch.Tensor:

@@ -12,11 +12,30 @@ from torch import nn
 
 from kernels import ops
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
-from worker_svc.layers.embedding_norm import Embedding, HeadNorm, LayerNorm, NoNorm, NormSpan, Numbers, RmsNorm
-from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsConfig, Mlp
+from worker_svc.layers.embedding_norm import (
+    Embedding,
+    Factor,
+    HeadNorm,
+    LayerNorm,
+    NoNorm,
+    NormSpan,
+    Numbers,
+    RmsNorm,
+    UnitNorm,
+)
+from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsBesideMlp, ExpertsConfig, Mlp
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
-from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, RotationByLength, head_dim_of, make_head
+from worker_svc.layers.per_layer_inputs import PerLayerConfig, PerLayerGate, PerLayerInputs
+from worker_svc.models.base import (
+    CacheLayer,
+    ConfigFields,
+    ModelInput,
+    NativeCausalLM,
+    RotationByLength,
+    head_dim_of,
+    make_head,
+)
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
@@ -46,7 +65,18 @@ class DecoderConfig:
     latent: LatentConfig | None = None
     """The sizes of latent attention: then `num_kv_heads` is 1, and `head_dim` the numbers of a line in the pool. None
     for heads of key and value."""
+    full_heads: tuple[int, int] | None = None
+    """The number of heads of key and the head size of layers without a window, if they differ from `num_kv_heads` and
+    `head_dim`. Then `rope` is for these heads, and `sliding_rope` for the others."""
+    num_shared_layers: int = 0
+    """The last layers, without keys of their own: each reads those of the last layer before these with its window."""
+    values_are_keys: frozenset[int] = frozenset()
+    """Layers whose values are their keys, before the norms of both."""
+    norms_values: bool = False
+    """Whether each head of the values has a norm, without weights."""
     experts: ExpertsConfig | None = None
+    intermediate_sizes: tuple[int, ...] | None = None
+    """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
     mlp_names: tuple[str, ...] = GATE_UP_DOWN
     """As in `Mlp`."""
     merged_qkv: bool = False
@@ -95,6 +125,10 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     rounds_embedding_scale: bool = False
     """Whether the scale of the embedding is rounded to the dtype of the model."""
+    per_layer: PerLayerConfig | None = None
+    """Inputs of each layer of their own."""
+    layer_scale: str | None = None
+    """A number by its name in the layer: a factor on the residual stream after the layer."""
     residual_scale: float = 1.0
     """Factor on the outputs of attention and MLP."""
     logit_scale: float = 1.0
@@ -115,12 +149,27 @@ class DecoderConfig:
             return min(max_positions, self.max_model_len)
         return min([self.max_model_len, *(rope.changes_beyond for rope in self._ropes if rope.changes_beyond)])
 
+    def heads_of(self, index: int) -> tuple[int, int]:
+        """The number of heads of key and the head size of a layer."""
+        is_full = self.sliding_windows[index] is None and self.full_heads is not None
+        return self.full_heads if is_full and self.full_heads is not None else (self.num_kv_heads, self.head_dim)
+
+    @property
+    def num_cache_layers(self) -> int:
+        """The number of layers with keys of their own: the first ones."""
+        return self.num_layers - self.num_shared_layers
+
+    def cache_of(self, index: int) -> int:
+        """The layer whose keys a layer reads."""
+        window, count = self.sliding_windows[index], self.num_cache_layers
+        return index if index < count else max(i for i in range(count) if self.sliding_windows[i] == window)
+
     @property
     def head_order(self) -> HeadOrder | None:
         """The order of the outputs of query and key in the checkpoint; None if it is the order of `ops.rotary`."""
-        if self.rope.rotated_dim == self.head_dim and not self.rotates_neighbours:
+        if self.rope.rotated_dim == self.rope.head_dim and not self.rotates_neighbours:
             return None
-        return HeadOrder(self.head_dim, self.rope.rotated_dim, self.rotates_neighbours)
+        return HeadOrder(self.rope.head_dim, self.rope.rotated_dim, self.rotates_neighbours)
 
     @property
     def _ropes(self) -> tuple[RopeConfig, ...]:
@@ -179,13 +228,19 @@ class Rotation:
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer, number `index`. `rotation` is None if its query and key are not rotated."""
+    """One decoder layer, number `index`. `rotation` is None if its query and key are not rotated.
+
+    Attributes:
+        cache: the layer whose keys it reads.
+    """
 
     def __init__(self, index: int, config: DecoderConfig, rotation: Rotation | None, placement: Placement) -> None:
         super().__init__()
         name = f"model.layers.{index}"
         hidden = config.hidden_size
         self._rotation = rotation
+        self.cache = config.cache_of(index)
+        self._writes_keys = self.cache == index
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
         self.attention_norm = make_norm(name, config.attention_norm, config, placement)
@@ -200,49 +255,63 @@ class DecoderLayer(nn.Module):
         self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
         self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
         self.mlp = self._make_mlp(index, name, config, placement)
+        self.experts: ExpertsBesideMlp | None = None
+        if config.experts is not None and config.experts.beside_mlp is not None:
+            sizes = (hidden, config.activation, config.norm_eps)
+            self.experts = ExpertsBesideMlp(name, config.experts, *sizes, placement)
         self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
+        self.ending: LayerEnding | None = None
+        if config.per_layer is not None or config.layer_scale is not None:
+            self.ending = LayerEnding(name, config, placement)
 
     def _add_heads(self, index: int, name: str, config: DecoderConfig, placement: Placement) -> None:
         """The parts of attention with heads of key and value."""
-        hidden = config.hidden_size
-        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)
+        hidden, of_key, head_dim = config.hidden_size, *config.heads_of(index)
+        num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, of_key)
         self.qkv = Linear(
-            self._parts_of_heads(f"{name}.self_attn", config, placement),
+            self._parts_of_heads(index, f"{name}.self_attn", config, placement),
             hidden,
             bias=config.qkv_bias,
             placement=placement,
             split=Split.OUTPUTS,
         )
-        self.head_norms = nn.ModuleList(self._make_head_norms(f"{name}.self_attn", config, placement))
+        norms = self._make_head_norms(f"{name}.self_attn", of_key, head_dim, config, placement)
+        self.head_norms = nn.ModuleList(norms if self._writes_keys else norms[:1])
+        has_norm = config.norms_values and self._writes_keys
+        self.value_norm = UnitNorm(head_dim, config.norm_eps, placement) if has_norm else None
         self.attention = PagedAttention(
             num_heads,
-            num_kv_heads,
-            config.head_dim,
-            config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            num_kv_heads if self._writes_keys else 0,
+            head_dim,
+            head_dim**-0.5 if config.attention_scale is None else config.attention_scale,
+            values_are_keys=index in config.values_are_keys,
             sliding_window=config.sliding_windows[index],
             soft_cap=config.soft_cap,
             sinks=Numbers(f"{name}.self_attn.sinks", config.num_heads, placement) if config.has_sinks else None,
         )
         self.attention_output = Linear(
             [LinearPart(f"{name}.self_attn.o_proj", hidden)],
-            config.num_heads * config.head_dim,
+            config.num_heads * head_dim,
             bias=config.attention_output_bias,
             placement=placement,
             split=Split.INPUTS,
         )
 
     @staticmethod
-    def _parts_of_heads(name: str, config: DecoderConfig, placement: Placement) -> list[LinearPart]:
-        """Query, key and value."""
-        query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        kv_shards, order = min(placement.ranks.size, config.num_kv_heads), config.head_order
+    def _parts_of_heads(index: int, name: str, config: DecoderConfig, placement: Placement) -> list[LinearPart]:
+        """Query, key and value; without value if it is the key, and only the query if it reads another layer's keys."""
+        num_kv_heads, head_dim = config.heads_of(index)
+        query, key = config.num_heads * head_dim, num_kv_heads * head_dim
+        kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
         parts = [
             LinearPart(f"{name}.q_proj", query, order=order),
             LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order),
             LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
         ]
+        if config.cache_of(index) != index:
+            return parts[:1]
         if not config.merged_qkv:
-            return parts
+            return parts[:2] if index in config.values_are_keys else parts
         firsts = (0, query, query + key)
         return [
             replace(part, name=f"{name}.qkv_proj", first=first, of=query + 2 * key, apart=part.name)
@@ -250,33 +319,35 @@ class DecoderLayer(nn.Module):
         ]
 
     @staticmethod
-    def _make_head_norms(name: str, config: DecoderConfig, placement: Placement) -> list[HeadNorm]:
+    def _make_head_norms(
+        name: str, num_kv_heads: int, head_dim: int, config: DecoderConfig, placement: Placement
+    ) -> list[HeadNorm]:
         """The norms of query and key, if there are any."""
         return [
             HeadNorm(
                 f"{name}.{module}",
                 config.head_norm_span,
                 count,
-                config.head_dim,
+                head_dim,
                 config.norm_eps,
                 placement=placement,
                 order=config.head_order,
                 offset=config.norm_offset,
                 centered=config.centered_norms,
             )
-            for module, count in zip(config.head_norms or (), (config.num_heads, config.num_kv_heads), strict=False)
+            for module, count in zip(config.head_norms or (), (config.num_heads, num_kv_heads), strict=False)
         ]
 
     @staticmethod
     def _make_mlp(index: int, name: str, config: DecoderConfig, placement: Placement) -> nn.Module:
         """[T, hidden] -> [T, hidden]; `name` is the name of the layer."""
         experts = config.experts
-        if experts is not None and index not in experts.dense_layers:
+        if experts is not None and index not in experts.dense_layers and experts.beside_mlp is None:
             return Experts(name, experts, config.hidden_size, config.activation, placement)
         return Mlp(
             f"{name}.mlp",
             config.hidden_size,
-            config.intermediate_size,
+            config.intermediate_size if config.intermediate_sizes is None else config.intermediate_sizes[index],
             config.activation,
             placement=placement,
             bias=config.mlp_bias,
@@ -294,10 +365,12 @@ class DecoderLayer(nn.Module):
         query, key, value = self.attention.split(self.qkv(x))
         if not self._norms_rotated:
             query, key = self._normed(query, key)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         if (limit := self._qkv_limit) is not None:
             query, key, value = (each.clamp(-limit, limit) for each in (query, key, value))
         rotation = self._rotation
-        if rotation is not None and rotation.of_query is None and not self._norms_rotated:
+        if rotation is not None and rotation.of_query is None and not self._norms_rotated and self._writes_keys:
             query = ops.rotary_and_cache(query, key, value, positions, rotation.table, kv_cache, metadata.slot_mapping)
             attended = self.attention.attend(query, kv_cache, metadata)
         else:
@@ -307,18 +380,43 @@ class DecoderLayer(nn.Module):
                 query = query if grown is None else grown
             if self._norms_rotated:
                 query, key = self._normed(query, key)
-            attended = self.attention(query, key, value, kv_cache, metadata)
+            if self._writes_keys:
+                ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
+            attended = self.attention.attend(query, kv_cache, metadata)
         return self.attention_output_norm(self.attention_output(attended))
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.head_norms:
             return query, key
-        of_query, of_key = self.head_norms
-        return of_query(query), of_key(key)
+        of_query, *of_key = self.head_norms
+        return of_query(query), of_key[0](key) if of_key else key
 
-    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The same of the MLP."""
-        return self.mlp_output_norm(self.mlp(x))
+    def feed_forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The same of the MLP, and of experts in addition to it, which read the residual stream [T, hidden]."""
+        output = self.mlp(x)
+        return self.mlp_output_norm(output if self.experts is None else self.experts(output, residual))
+
+
+class LayerEnding(nn.Module):
+    """What the residual stream gets after a layer: the layer's own input, and a factor."""
+
+    def __init__(self, layer: str, config: DecoderConfig, placement: Placement) -> None:
+        super().__init__()
+        hidden, own = config.hidden_size, config.per_layer
+        self.gate: PerLayerGate | None = None
+        if own is not None:
+            self.gate = PerLayerGate(layer, own, hidden, config.activation, config.norm_eps, placement)
+        scale = config.layer_scale
+        self.scale = None if scale is None else Factor(f"{layer}.{scale}", hidden, placement)
+        self._sum = NoNorm()
+
+    def forward(self, output: torch.Tensor, residual: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """output of the MLP [T, hidden], residual [T, hidden], own [T, size], the layer's own input -> the residual
+        stream of the next layer."""
+        _, residual = self._sum.add(output, residual)
+        if self.gate is not None:
+            _, residual = self._sum.add(self.gate(residual, own), residual)
+        return residual if self.scale is None else self.scale(residual)
 
 
 class Decoder(NativeCausalLM):
@@ -327,20 +425,31 @@ class Decoder(NativeCausalLM):
     base_prefix = "model."
 
     def __init__(self, architecture: str, config: DecoderConfig, placement: Placement) -> None:
+        heads = [config.heads_of(index) for index in range(config.num_cache_layers)]
         super().__init__(
             placement,
             num_layers=config.num_layers,
-            num_kv_heads=heads_of_rank(placement.ranks, config.num_heads, config.num_kv_heads)[1],
+            num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             vocab_size=config.vocab_size,
             max_model_len=config.max_model_len if placement.max_positions else config.served_len(None),
             lines_per_token=2 if config.latent is None else 1,
+            cache_layers=[
+                CacheLayer(heads_of_rank(placement.ranks, config.num_heads, count)[1], head_dim, window)
+                for (count, head_dim), window in zip(heads, config.sliding_windows, strict=False)
+            ],
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None
         self.rotation = config.rotation_for(placement.max_positions)
         hidden = config.hidden_size
         self.embedding = Embedding("model.embed_tokens", config.vocab_size, hidden, placement=placement, split=True)
+        self.per_layer: PerLayerInputs | None = None
+        if config.per_layer is not None:
+            sizes = (config.per_layer, config.num_layers, hidden, config.norm_eps)
+            self.per_layer = PerLayerInputs(*sizes, placement)
+        own_sizes = () if config.per_layer is None else (config.per_layer.size,) * config.num_layers
+        self._embedded_sizes = (hidden, *own_sizes)
         rotations = _rotations(config, placement)
         layers = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
         self.layers = nn.ModuleList(layers)
@@ -357,20 +466,31 @@ class Decoder(NativeCausalLM):
         self._logit_scale, self._logit_cap = config.logit_scale, config.logit_cap
 
     def embed(self, inputs: ModelInput) -> torch.Tensor:
+        """With the inputs of all layers next to the embedding, if they have inputs of their own."""
         embedded = self.embedding(inputs.token_ids)
-        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+        embedded = embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+        if self.per_layer is None:
+            return embedded
+        return torch.cat((embedded, self.per_layer(inputs.token_ids, embedded)), dim=1)
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        x, *own = x.split_with_sizes(self._embedded_sizes, dim=1)
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
-        for layer, next_norm, kv_cache in zip(self.layers, self._norms[1:], inputs.kv_caches, strict=True):
+        attention = inputs.attention
+        for index, (layer, next_norm) in enumerate(zip(self.layers, self._norms[1:], strict=True)):
             assert isinstance(layer, DecoderLayer)
-            output = layer.attend(x, inputs.positions, kv_cache, inputs.attention)
+            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], attention[layer.cache])
             if layer.is_parallel:
                 _, residual = layer.mlp_norm.add(output, residual)
             else:
                 x, residual = layer.mlp_norm.add(output, residual)
-            x, residual = next_norm.add(layer.feed_forward(x), residual)
+            output = layer.feed_forward(x, residual)
+            if layer.ending is None:
+                x, residual = next_norm.add(output, residual)
+            else:
+                residual = layer.ending(output, residual, own[index] if own else output)
+                x = next_norm(residual)
         return x
 
     def finish(self, outputs: torch.Tensor) -> torch.Tensor:

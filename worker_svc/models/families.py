@@ -130,7 +130,7 @@ def _gemma(values: Values) -> DecoderConfig:
 @DENSE.add("Gemma2ForCausalLM", _GEMMA_2_DEFAULTS, final_logit_softcapping=30.0, attn_logit_softcapping=50.0)
 def _gemma2(values: Values) -> DecoderConfig:
     """Gemma with norms after attention and MLP, and soft caps on scores and logits; every other layer has a window."""
-    config, fields = _read_gemma_2(values), ConfigFields(values)
+    config, fields = read_gemma_2(values), ConfigFields(values)
     config = replace(config, soft_cap=fields.optional_number("attn_logit_softcapping"))
     return with_windows(config, fields, lambda index: index % 2 == 0)
 
@@ -140,7 +140,7 @@ def _gemma3(values: Values) -> DecoderConfig:
     """Gemma 2 (text) with norms on the heads of query and key, and another rotation in layers with a window."""
     fields = ConfigFields(values)
     full, sliding = with_two_rotations(fields, 1e6, "rope_local_base_freq", 1e4)
-    config = _read_gemma_2(full)
+    config = read_gemma_2(full)
     pattern = fields.integer("sliding_window_pattern", 6)
     config = replace(
         config,
@@ -159,7 +159,8 @@ def _read_gemma(values: Values, activation: str | None) -> DecoderConfig:
     return replace(config, norm_offset=1.0, embedding_scale=config.hidden_size**0.5, rounds_embedding_scale=True)
 
 
-def _read_gemma_2(values: Values) -> DecoderConfig:
+def read_gemma_2(values: Values) -> DecoderConfig:
+    """Gemma 2 without windows and without a cap on scores."""
     fields = ConfigFields(values)
     return replace(
         _read_gemma(values, values["hidden_activation"]),

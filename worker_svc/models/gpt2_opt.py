@@ -66,9 +66,10 @@ def run_norm_first(
     assert first_norm is not None
     x = first_norm(residual)
     # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
-    for layer, next_norm, kv_cache in zip(layers, next_norms, inputs.kv_caches, strict=True):
+    caches = zip(inputs.kv_caches, inputs.attention, strict=True)
+    for layer, next_norm, (kv_cache, attention) in zip(layers, next_norms, caches, strict=True):
         assert isinstance(layer, PlainLayer)
-        x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, inputs.attention), residual)
+        x, residual = layer.mlp_norm.add(layer.attend(x, kv_cache, attention), residual)
         output = layer.feed_forward(x)
         if next_norm is None:
             return residual + output
@@ -319,9 +320,9 @@ class OPTForCausalLM(NativeCausalLM):
         return self.project_out(self._run_norm_last(x, inputs))
 
     def _run_norm_last(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        for layer, kv_cache in zip(self.layers, inputs.kv_caches, strict=True):
+        for layer, kv_cache, attention in zip(self.layers, inputs.kv_caches, inputs.attention, strict=True):
             assert isinstance(layer, OPTLayer)
-            x, _ = layer.attention_norm.add(layer.attend(x, kv_cache, inputs.attention), x)
+            x, _ = layer.attention_norm.add(layer.attend(x, kv_cache, attention), x)
             x, _ = layer.mlp_norm.add(layer.feed_forward(x), x)
         return x
 

@@ -45,6 +45,7 @@ class RopeConfig:
         max_positions = config.integer("max_position_embeddings", 2048)
         rope_type = fields.text("rope_type", fields.text("type", "default"))
         rope_type = "longrope" if rope_type == "su" else rope_type
+        may_be_partial |= rope_type == "proportional"
         if rope_type not in _INVERSE_FREQUENCIES:
             raise fields.error("rope_type", rope_type, f"one of {', '.join(_INVERSE_FREQUENCIES)}")
         factor = fields.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0))
@@ -64,7 +65,7 @@ class RopeConfig:
             head_dim=head_dim,
             max_positions=max_positions,
             original_max_positions=original.integer("original_max_position_embeddings", max_positions),
-            rotated_dim=rotated_dim,
+            rotated_dim=head_dim if rope_type == "proportional" else rotated_dim,
             fields=fields,
         )
 
@@ -159,6 +160,13 @@ def _linear(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
     return _frequencies(rope) / rope.fields.number("factor"), 1.0
 
 
+def _proportional(rope: RopeConfig, _: int) -> tuple[torch.Tensor, float]:
+    """Turns pairs of the whole head, but only the first by more than 0."""
+    turned = int(rope.head_dim * rope.fields.number("partial_rotary_factor", 1.0)) // 2
+    frequencies = _frequencies(rope) / rope.fields.number("factor", 1.0)
+    return frequencies.where(torch.arange(rope.head_dim // 2) < turned, 0), 1.0
+
+
 def _dynamic(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float]:
     """NTK scaling that grows with the length."""
     factor = rope.fields.number("factor")
@@ -239,6 +247,7 @@ def _longrope(rope: RopeConfig, num_positions: int) -> tuple[torch.Tensor, float
 _INVERSE_FREQUENCIES: dict[str, Callable[[RopeConfig, int], tuple[torch.Tensor, float]]] = {
     "default": _default,
     "linear": _linear,
+    "proportional": _proportional,
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,

@@ -27,6 +27,7 @@ from worker_svc.step import (
     Int32Array,
     LoadAdapter,
     ModelGeometry,
+    PoolGeometry,
     PromptLogprobs,
     ReseedRow,
     RowCandidates,
@@ -47,8 +48,14 @@ _SLOTS_AT_ONCE = 4096
 """Maximum slots of a tier in one message: a scheduler handles it between steps."""
 
 
-def epoch_of(request: worker_pb2.RunRequest) -> int:
-    """The epoch that the first message attaches.
+def protocol_of(pool: PoolGeometry) -> ProtocolVersions:
+    """The versions that a worker with this pool speaks."""
+    ours = compatibility.WORKER_PROTOCOL
+    return ours if pool.groups.num_groups == 1 else ProtocolVersions(compatibility.HAS_LAYER_GROUPS, ours.newest)
+
+
+def epoch_of(request: worker_pb2.RunRequest, ours: ProtocolVersions = compatibility.WORKER_PROTOCOL) -> int:
+    """The epoch that the first message attaches, to a worker that speaks `ours`.
 
     Raises:
         FailedPrecondition: it is not an Attach, or of a scheduler that speaks no version of this worker's.
@@ -56,7 +63,6 @@ def epoch_of(request: worker_pb2.RunRequest) -> int:
     if request.WhichOneof("message") != "attach":
         raise FailedPrecondition("the first message of a step stream must be attach", reason="NOT_ATTACHED")
     theirs = ProtocolVersions.of(request.attach.protocol)
-    ours = compatibility.WORKER_PROTOCOL
     check_protocol("quire.worker.v1", ours, theirs, us="the worker", them="the scheduler")
     return request.attach.scheduler_epoch
 
@@ -68,7 +74,7 @@ class StepDecoder:
         self._pool = info.pool
         self._model = info.model
         self._limits = info.limits
-        self._max_blocks = info.pool.blocks_for(info.model.max_model_len)
+        self._max_blocks = info.pool.table_len(info.model.max_model_len)
         self._sampling = SamplingReader(info.model, info.limits)
 
     def decode(self, message: worker_pb2.StepRequest) -> Step:
@@ -128,6 +134,12 @@ class StepDecoder:
         if len(block_table) > self._max_blocks:
             raise invalid_field(
                 f"{field}.block_table", f"has {len(block_table)} blocks; a sequence has at most {self._max_blocks}"
+            )
+        if len(block_table) % self._pool.groups.num_groups:
+            raise invalid_field(
+                f"{field}.block_table",
+                f"has {len(block_table)} blocks; it must have as many of each of the {self._pool.groups.num_groups} "
+                "groups of layers",
             )
         if message.HasField("num_candidates") and not message.num_candidates:
             raise invalid_field(f"{field}.num_candidates", "is 0; it must be at least 1 if it is set")
@@ -328,13 +340,21 @@ def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
         worker_generation=info.worker_generation,
         rank=info.rank,
         world_size=info.world_size,
-        pool=worker_pb2.KvPoolGeometry(**asdict(info.pool)),
+        pool=_pool_message(info.pool),
         model=worker_pb2.ModelGeometry(**asdict(info.model)),
         limits=worker_pb2.WorkerLimits(**asdict(info.limits)),
-        protocol=compatibility.WORKER_PROTOCOL.message(),
+        protocol=protocol_of(info.pool).message(),
         fingerprint=info.fingerprint.message(),
         kv_namespace=info.kv_namespace,
         transfer_endpoint=info.transfer_endpoint,
+    )
+
+
+def _pool_message(pool: PoolGeometry) -> worker_pb2.KvPoolGeometry:
+    values, groups = asdict(pool), pool.groups
+    del values["groups"]
+    return worker_pb2.KvPoolGeometry(
+        **values, full_groups=groups.num_full, windowed_groups=groups.num_windowed, window=groups.window
     )
 
 

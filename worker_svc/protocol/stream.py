@@ -33,6 +33,7 @@ from quire.rpc.server import UNLIMITED_MESSAGE_BYTES, RpcServer
 from quire.rpc.tls import TlsIdentity
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
+from quire.service.compatibility import WORKER_PROTOCOL, ProtocolVersions
 from quire.tracing import Tracer
 from quire.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker_svc.device.device_loop import DeviceLoop, StepLane, StepRunner
@@ -46,6 +47,7 @@ from worker_svc.protocol.step_messages import (
     acknowledgement,
     attached_message,
     epoch_of,
+    protocol_of,
     result_message,
     tier_messages,
 )
@@ -452,7 +454,8 @@ class StepStream:
         self._spans.step_starts(admitted.step, {each.row: each.traceparent for each in message.traced})
         self._idle.clear()
         if self._worker.disk is not None:
-            self._worker.disk.hit(admitted.step.cached_blocks(self._worker.info.pool.block_size))
+            pool = self._worker.info.pool
+            self._worker.disk.hit(admitted.step.cached_blocks(pool.block_size, pool.groups))
         self._worker.device_loop.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:
@@ -541,15 +544,16 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Run(
         self, request_iterator: AsyncIterator[worker_pb2.RunRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.RunResponse]:
-        epoch = self._epoch_of(await anext(request_iterator, worker_pb2.RunRequest()))
+        attach = await anext(request_iterator, worker_pb2.RunRequest())
+        epoch = self._epoch_of(attach)
         self.wanted.set()
         # A scheduler that tries again and again has the worker as soon as it is loaded.
         with suppress(TimeoutError):
             async with asyncio.timeout(_HELD_WHILE_LOADING_S):
                 await self._opened.wait()
-        stream = StepStream(
-            self._worker(), self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s
-        )
+        worker = self._worker()
+        self._epoch_of(attach, protocol_of(worker.info.pool))
+        stream = StepStream(worker, self._metrics, self._tracer, epoch, heartbeat_interval_s=self._heartbeat_interval_s)
         async with aclosing(stream.responses(request_iterator)) as responses:
             async for response in responses:
                 yield response
@@ -575,9 +579,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self.discarded.set()
         return worker_pb2.ReleaseMemoryResponse()
 
-    def _epoch_of(self, request: worker_pb2.RunRequest) -> int:
+    def _epoch_of(self, request: worker_pb2.RunRequest, ours: ProtocolVersions = WORKER_PROTOCOL) -> int:
         try:
-            return epoch_of(request)
+            return epoch_of(request, ours)
         except FailedPrecondition as error:
             # A refused scheduler tries again several times a second.
             if str(error) != self._refused:

@@ -22,18 +22,19 @@ struct Span {
   int count = 0;
   const T* lines[kCapacity];
 
-  // Finds the tokens from `token` up to `end`, at most kCapacity. Entries after the last one repeat it, so that reading
-  // them is safe.
-  void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end) {
+  // Finds the tokens from `token` up to `end`, at most kCapacity. Entries of tokens before `first`, whose blocks may be
+  // gone, and entries after the last one repeat the next one that is there, so that reading them is safe.
+  void fill(const AttentionArgs& args, int64_t row, int64_t head, int64_t token, int64_t end, int64_t first) {
     const int32_t* table = args.block_tables + row * args.table_stride;
-    const int64_t line = line_size<T>(args), tile = args.block_size * line;
-    int64_t column = token / args.block_size, offset = token - column * args.block_size;
-    count = 0;
+    const int64_t line = line_size<T>(args), tile = args.block_size * line, skipped = first > token ? first - token : 0;
+    int64_t column = (token + skipped) / args.block_size, offset = token + skipped - column * args.block_size;
+    count = static_cast<int>(skipped);
     for (const int64_t total = end - token < kCapacity ? end - token : kCapacity; count < total; ++column, offset = 0) {
       const T* key = static_cast<const T*>(args.kv_cache) + (table[column] * args.num_kv_heads + head) * tile;
       key += offset * line;
       for (; count < total && offset < args.block_size; ++offset, key += line) lines[count++] = key;
     }
+    for (int i = 0; i < skipped; ++i) lines[i] = lines[skipped];
     for (int i = count; i < kCapacity; ++i) lines[i] = lines[count - 1];
   }
 };

@@ -204,12 +204,13 @@ struct KeysAndValues {
 template <class T>
 void read(const Tile<T>& tile, const TileWork<T>& work, int64_t at, int64_t end, KeysAndValues<T>& context) {
   const AttentionArgs& args = work.args;
+  const int64_t first = work.window_begin(work.first_position);
   int64_t values = value_offset<T>(args);
   if (args.int8_line_bytes == 0) {
-    context.keys.fill(args, work.row, work.kv_head, at, end);
+    context.keys.fill(args, work.row, work.kv_head, at, end, first);
   } else {
     Span<int8_t, kKeyTile> quantized;
-    quantized.fill(args, work.row, work.kv_head, at, end);
+    quantized.fill(args, work.row, work.kv_head, at, end, first);
     dequantize_span(args, quantized, tile.made, context.keys);
     values = kKeyTile * args.head_dim;
   }

@@ -109,7 +109,8 @@ void choose_experts(const ChooseArgs& args, int64_t begin, int64_t end, std::byt
     for (int64_t i = 0; i < args.num_chosen; ++i) sum += scratch.scores[scratch.sorted[i].number];
     for (int64_t i = 0; i < args.num_chosen; ++i) {
       const int64_t expert = scratch.sorted[i].number;
-      const float weight = args.normalized ? scratch.scores[expert] / sum : scratch.scores[expert];
+      float weight = args.normalized ? scratch.scores[expert] / sum : scratch.scores[expert];
+      if (args.factors != nullptr) weight *= args.factors[expert];
       args.chosen[token * args.num_chosen + i] = expert;
       args.weights[token * args.num_chosen + i] = weight * static_cast<float>(args.scale);
     }

@@ -91,6 +91,19 @@ struct SiluArgs {
   int64_t x_stride;
 };
 
+// output = x * y
+struct MultiplyArgs {
+  void* output;   // [rows, n] contiguous
+  const void* x;  // [rows, n]
+  const void* y;  // [rows, n]; y_stride 0 for [n]
+  int64_t dtype;
+  int64_t threads;
+  int64_t rows;
+  int64_t n;
+  int64_t x_stride;
+  int64_t y_stride;
+};
+
 // The function that a product applies to its sums before it rounds them.
 enum Activation : int64_t {
   kIdentity = 0,
@@ -253,6 +266,7 @@ struct ChooseArgs {
   float* weights;           // [T, num_chosen]
   const void* outputs;      // [T, num_experts], of the router
   const float* correction;  // [num_experts] or null
+  const float* factors;     // [num_experts] or null, of the weights of an expert
   int64_t dtype;
   int64_t threads;
   int64_t num_tokens;
@@ -384,6 +398,7 @@ enum Operation : int64_t {
   kShrink = 9,
   kChoose = 10,
   kExperts = 11,
+  kMultiply = 12,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
@@ -427,6 +442,7 @@ QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const qui
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
 QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args);
 QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);
+QUIRE_API int32_t quire_multiply(const quire::Context* context, const quire::MultiplyArgs* args);
 // rotary, reshape_and_cache, or both at once.
 QUIRE_API int32_t quire_rotary(const quire::Context* context, const quire::RotaryArgs* args);
 // Bytes of a panel of a coded weight.

@@ -128,6 +128,7 @@ struct IsaKernels {
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;
   ByDtype<void (*)(const SiluArgs&, int64_t begin, int64_t end)> silu_and_mul;
+  ByDtype<void (*)(const MultiplyArgs&, int64_t begin, int64_t end)> multiply;
   ByDtype<void (*)(const RotaryArgs&, int64_t begin, int64_t end)> rotary;
   ByDtype<void (*)(const QuantizeArgs&, int64_t begin, int64_t end)> quantize;
   ByDtype<void (*)(const ShrinkArgs&, const int64_t* tokens, const ShrinkUnit* begin, const ShrinkUnit* end)> shrink;

@@ -11,6 +11,7 @@ extern const decltype(IsaKernels::merge) merge_kernels;
 extern const decltype(IsaKernels::rms_norm) rms_norm_kernels;
 extern const decltype(IsaKernels::layer_norm) layer_norm_kernels;
 extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels;
+extern const decltype(IsaKernels::multiply) multiply_kernels;
 extern const decltype(IsaKernels::rotary) rotary_kernels;
 extern const decltype(IsaKernels::quantize) quantize_kernels;
 extern const decltype(IsaKernels::shrink) shrink_kernels;
@@ -27,7 +28,7 @@ int64_t draw_scratch(const DrawArgs& args);
 IsaKernels kernels() {
   return {decode_scratch, prefill_scratch,  decode_kernels,     prefill_kernels,
           merge_kernels,  rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
-          rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
+          multiply_kernels, rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
           product,        product_scratch,  pack_tokens,        packed_bytes,
           add_experts_kernels, draw, draw_scratch};
 }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "attention/attention.h"
 #include "product/experts.h"
@@ -129,6 +130,7 @@ class Operations {
   Status add_rms_norm(const NormArgs& args);
   Status add_layer_norm(const NormArgs& args);
   Status add_silu_and_mul(const SiluArgs& args);
+  Status add_multiply(const MultiplyArgs& args);
   Status add_rotary(const RotaryArgs& args);
   Status add_quantize(const QuantizeArgs& args);
   Status add_draw(const DrawArgs& args);
@@ -154,7 +156,7 @@ class Operations {
 
   const Context& context_;
   Works works_;
-  std::shared_ptr<const SharedPlan> plan_;
+  std::vector<std::shared_ptr<const SharedPlan>> plans_;  // one for each window and block table of the layers
 };
 
 template <class Function>
@@ -171,11 +173,12 @@ void Operations::add_round(const SharedGroup& group, int64_t units, int64_t byte
 }
 
 Status Operations::add_paged_attention(const AttentionArgs& args) {
-  if (plan_ == nullptr || !plan_->fits(args)) {
+  auto plan = std::find_if(plans_.begin(), plans_.end(), [&](const auto& each) { return each->fits(args); });
+  if (plan == plans_.end()) {
     if (const Status status = check_rows(args); status != kOk) return status;
-    plan_ = std::make_shared<const SharedPlan>(args);
+    plan = plans_.insert(plans_.end(), std::make_shared<const SharedPlan>(args));
   }
-  works_.push_back(attention_work(context_.kernels, args, plan_));
+  works_.push_back(attention_work(context_.kernels, args, *plan));
   return kOk;
 }
 
@@ -193,6 +196,12 @@ Status Operations::add_layer_norm(const NormArgs& args) {
 
 Status Operations::add_silu_and_mul(const SiluArgs& args) {
   const auto kernel = context_.kernels.silu_and_mul.of[args.dtype];
+  return add(args.rows, grain(kWorthThreads, args.n),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_multiply(const MultiplyArgs& args) {
+  const auto kernel = context_.kernels.multiply.of[args.dtype];
   return add(args.rows, grain(kWorthThreads, args.n),
              [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
 }
@@ -360,6 +369,8 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
       return operations.add_layer_norm(args_of(recorded, &NormArgs::rows, run));
     case kGate:
       return operations.add_silu_and_mul(args_of(recorded, &SiluArgs::rows, run));
+    case kMultiply:
+      return operations.add_multiply(args_of(recorded, &MultiplyArgs::rows, run));
     case kRotary:
       return operations.add_rotary(args_of(recorded, &RotaryArgs::num_tokens, run));
     case kQuantize:
@@ -390,6 +401,7 @@ QUIRE_OPERATION(paged_attention, AttentionArgs)
 QUIRE_OPERATION(rms_norm, NormArgs)
 QUIRE_OPERATION(layer_norm, NormArgs)
 QUIRE_OPERATION(silu_and_mul, SiluArgs)
+QUIRE_OPERATION(multiply, MultiplyArgs)
 QUIRE_OPERATION(rotary, RotaryArgs)
 QUIRE_OPERATION(quantize, QuantizeArgs)
 QUIRE_OPERATION(shrink, ShrinkArgs)

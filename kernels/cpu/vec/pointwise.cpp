@@ -1,4 +1,4 @@
-// Norms, the gated activation, rounding to int8 and sums, line by line; rotation of queries and keys by their
+// Norms, the gated activation, products, rounding to int8 and sums, line by line; rotation of queries and keys by their
 // positions, and the write of keys and values into the pool. All is computed in float and rounded once.
 #include "runtime/isa.h"
 #include "vec/vec.h"
@@ -127,6 +127,17 @@ void silu_and_mul(const SiluArgs& args, int64_t begin, int64_t end) {
     for_vectors(args.n, [&](int64_t i, auto... lanes) {
       const Vec x = load(gate + i, lanes...);
       store(output + i, silu(x) * load(up + i, lanes...), lanes...);
+    });
+  }
+}
+
+template <class T>
+void multiply(const MultiplyArgs& args, int64_t begin, int64_t end) {
+  for (int64_t line = begin; line < end; ++line) {
+    const T *x = line_of<T>(args.x, line, args.x_stride), *y = line_of<T>(args.y, line, args.y_stride);
+    T* output = line_of<T>(args.output, line, args.n);
+    for_vectors(args.n, [&](int64_t i, auto... lanes) {
+      store(output + i, load(x + i, lanes...) * load(y + i, lanes...), lanes...);
     });
   }
 }
@@ -274,5 +285,6 @@ extern const decltype(IsaKernels::layer_norm) layer_norm_kernels = {
     {layer_norm<float>, layer_norm<BF16>, layer_norm<F16>}};
 extern const decltype(IsaKernels::silu_and_mul) silu_and_mul_kernels = {
     {silu_and_mul<float>, silu_and_mul<BF16>, silu_and_mul<F16>}};
+extern const decltype(IsaKernels::multiply) multiply_kernels = {{multiply<float>, multiply<BF16>, multiply<F16>}};
 
 }  // namespace quire::QUIRE_ISA

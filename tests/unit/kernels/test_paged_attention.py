@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops, reference
+from kernels import int8, ops, reference
 from kernels.reference import ScoreRule
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -69,6 +69,14 @@ def make_batch(
     )
 
 
+def without_tokens_before(batch: Batch, window: int) -> Batch:
+    """The batch with a block of NaN in place of blocks that no token of a row sees."""
+    tables, unused = batch.block_tables.clone(), int(batch.kv_cache[0, :, 0, 0, 0].isnan().nonzero()[0])
+    for table, length, new in zip(tables, batch.seq_lens, batch.query_start_loc.diff(), strict=True):
+        table[: max(int(length - new) + 1 - window, 0) // batch.kv_cache.shape[3]] = unused
+    return replace(batch, block_tables=tables)
+
+
 def exact_attention(batch: Batch, rule: ScoreRule) -> torch.Tensor:
     output = torch.empty(batch.query.shape, dtype=torch.float64)
     block_size = batch.kv_cache.shape[3]
@@ -125,6 +133,21 @@ def assert_matches_naive(batch: Batch, **options: Any) -> None:
 # Sinks of six heads: negligible, dominant, and in between.
 SINKS = torch.tensor([-20.0, 0.0, 1.5, 8.0, -1.0, 3.0])
 MIXED = [(1, 1), (3, 3), (1, 17), (4, 11), (1, 5), (7, 7), (1, 90)]
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("window", [1, 6, 40])
+def test_blocks_before_the_window_are_not_read(window: int, dtype: torch.dtype) -> None:
+    batch = make_batch([*MIXED, (33, 150), (9, 64), (1, 700)], dtype=dtype)
+    without = without_tokens_before(batch, window)
+    assert not torch.equal(without.block_tables, batch.block_tables)
+    assert torch.equal(without.attend(sliding_window=window), batch.attend(sliding_window=window))
+    *shape, head_dim = batch.kv_cache.shape
+    lines = int8.quantized_lines(batch.kv_cache.view(-1, 1, head_dim)).view(*shape, -1)
+    attended = [replace(each, kv_cache=lines).attend(sliding_window=window) for each in (batch, without)]
+    assert torch.equal(*attended)
+    assert attended[0].isfinite().all()
 
 
 @pytest.mark.usefixtures("implementation")

@@ -19,6 +19,7 @@ from tests.unit.worker_svc.models.test_rotation_by_length import SCALED
 from tests.unit.worker_svc.models.test_rotation_by_length import load as load_scaled
 from worker_svc import draft_setup, pool_setup, startup, thread_binding
 from worker_svc.device.device_loop import DeviceLoop
+from worker_svc.device.layer_cut import LayerCut
 from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
@@ -67,10 +68,12 @@ def test_blocks_of_another_rotation_are_never_taken(tmp_path: Path) -> None:
     fingerprint = ModelFingerprint("a", "b", "c")
     lengths = (None, 20, 32, 33, 128)
     models = [make_phi_3(tmp_path, length) for length in lengths]
-    first, *others = [kv_namespace(model, load(), fingerprint).digest() for model in models]
+    cut = LayerCut(models[0].cache_layers)
+    first, *others = [kv_namespace(model, cut, load(), fingerprint).digest() for model in models]
     assert [first == other for other in others] == [True, True, False, False]
     assert others[-1] == others[-2]
-    of_draft = [kv_namespace(models[0], load(), fingerprint, DraftPart(model, fingerprint)) for model in models]
+    drafts = [DraftPart(model, fingerprint) for model in models]
+    of_draft = [kv_namespace(models[0], cut, load(), fingerprint, draft) for draft in drafts]
     assert [each == of_draft[0] for each in of_draft] == [True, True, True, False, False]
 
 

@@ -28,7 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from worker_svc.models.base import CausalLM, ModelInput
+from worker_svc.models.base import CacheLayer, CausalLM, ModelInput
 from worker_svc.models.transformers.attention_adapters import adapt, served_attention
 from worker_svc.models.transformers.paged import (
     HOOK,
@@ -88,6 +88,7 @@ def load_transformers_model(
         num_layers=len(probed.shapes),
         num_kv_heads=pool.num_kv_heads,
         head_dim=pool.head_dim,
+        cache_layers=[CacheLayer(pool.num_kv_heads, pool.head_dim, shape.sliding_window) for shape in probed.shapes],
         vocab_size=vocab_size,
         max_model_len=min(limit for limit in limits if limit is not None),
     )
@@ -97,7 +98,7 @@ class TransformersCausalLM(CausalLM):
     """A causal language model of transformers whose attention layers call paged attention."""
 
     def __init__(
-        self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: int
+        self, architecture: str, model: "SplitModel", layers: PagedLayers, placement: Placement, **sizes: Any
     ) -> None:
         """`sizes` are the sizes that `CausalLM` takes."""
         super().__init__(placement, **sizes)

@@ -141,12 +141,13 @@ class PagedLayers:
         self.modules = tuple(modules)
         self._layers = tuple(_PagedLayer(shape, pool, device) for shape in shapes)
         self._inputs: ModelInput | None = None
+        self._attention: Sequence[AttentionMetadata] = ()
         self._num_calls = 0
 
     @contextlib.contextmanager
     def step(self, inputs: ModelInput) -> Iterator[None]:
         """A context in which the model is run once, on these inputs."""
-        self._inputs, self._num_calls = inputs, 0
+        self._inputs, self._attention, self._num_calls = inputs, inputs.attention, 0
         try:
             yield
             assert self._num_calls == len(self._layers), "a layer did not attend"
@@ -158,7 +159,7 @@ class PagedLayers:
         assert inputs is not None, "attention outside a step"
         assert self.modules[index] is call.module, "layers attend in another order than when they were probed"
         self._num_calls += 1
-        return self._layers[index](call, inputs.kv_caches[index], inputs.attention)
+        return self._layers[index](call, inputs.kv_caches[index], self._attention[index])
 
 
 class _PagedLayer:

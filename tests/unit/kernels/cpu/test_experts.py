@@ -158,8 +158,10 @@ def test_the_choice_is_that_of_torch(
     rule = replace(rule, num_chosen_groups=2 if num_groups > 1 else 1)
     outputs = torch.randn(9, count, generator=torch.Generator().manual_seed(count)).to(dtype)
     correction = torch.rand(count) / 4 if corrected else None
-    weights, chosen = make_kernels(isa).choose_experts(outputs, rule, correction)
+    factors = torch.rand(count) if corrected else None
+    weights, chosen = make_kernels(isa).choose_experts(outputs, rule, correction, factors)
     expected_weights, expected = expected_choice(outputs, rule, correction)
+    expected_weights = expected_weights if factors is None else expected_weights * factors[chosen]
     torch.testing.assert_close(weights, expected_weights, rtol=BOUND, atol=BOUND)
     if dtype == torch.float32:  # In bfloat16 some are equal but for rounding.
         assert torch.equal(chosen, expected)

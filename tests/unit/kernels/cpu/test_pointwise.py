@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.cpu.bindings import CpuKernels
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_silu_and_mul
 
@@ -31,14 +32,21 @@ def test_norms_and_activation_of_views(isa, lines, hidden, gap, dtype, threads, 
     torch.manual_seed(seed)
     wide = torch.randn(lines, 2 * hidden + gap).to(dtype)
     x, both = wide[:, gap : gap + hidden], wide[:, gap:]
+    wide_residual = torch.randn(lines, hidden + gap).to(dtype)
     weight, bias, residual = (torch.randn(size).to(dtype) for size in ((hidden,), (hidden,), (lines, hidden)))
     total, before = residual + x, wide.clone()
+    wide_total = wide_residual[:, :hidden] + x
     with torch_threads(threads):
         assert_close(kernels.rms_norm(x, weight, 1e-5), naive_rms_norm(x, weight, 1e-5))
         normed = kernels.rms_norm(x, weight, 1e-5, residual=residual)
         gated = kernels.silu_and_mul(both)
+        assert isinstance(kernels, CpuKernels)
+        for y in (both[:, hidden:], weight):
+            assert_close(kernels.multiply(x, y), x.double() * y.double())
+        kernels.rms_norm(x, weight, 1e-5, residual=wide_residual[:, :hidden])
         layer_normed = kernels.layer_norm(x, weight, bias, 1e-5)
     assert torch.equal(residual, total)
+    assert torch.equal(wide_residual[:, :hidden], wide_total)
     assert_close(normed, naive_rms_norm(total, weight, 1e-5))
     assert_close(gated, naive_silu_and_mul(both))
     assert_close(layer_normed, naive_layer_norm(x, weight, bias), float(weight.abs().max()))

@@ -23,6 +23,7 @@ from tests.unit.kernels.test_paged_attention import (
     Batch,
     make_batch,
     naive_attention,
+    without_tokens_before,
 )
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_rotary, naive_silu_and_mul
 
@@ -179,6 +180,9 @@ def test_windows_that_begin_and_end_anywhere_in_tiles_match_naive(device: Kernel
     outcome = device.run(prefill_attention, output, rows, scores, tiling=PREFILL_TILING)
     expected = naive_attention(batch, sliding_window=sliding_window, sinks=sinks)
     assert_close(outcome.arguments[0], expected, batch.query.dtype)
+    without = without_tokens_before(batch, sliding_window)
+    again = device.run(prefill_attention, output, PagedBatch(*without.tensors), scores, tiling=PREFILL_TILING)
+    assert torch.equal(again.arguments[0], outcome.arguments[0])
 
 
 def test_scores_of_any_size_match_naive(device: KernelDevice) -> None:
@@ -267,7 +271,7 @@ COPIES = {
 def test_copies_read_all_sources_before_they_write(
     device: KernelDevice, pairs: list[tuple[int, int]], shape: Shape, dtype: torch.dtype
 ) -> None:
-    pools = [make_pool(6, shape, seed=layer, dtype=dtype) for layer in range(3)]
+    pools = [make_pool(6, (width, *shape[1:]), seed=width, dtype=dtype) for width in (shape[0], 1, shape[0], 1)]
     pools[1][0, 5, 0, 0, 0] = torch.nan
     outcome = device.run(copy_blocks, pools, torch.tensor(pairs))
     for actual, before in zip(outcome.arguments[0], pools, strict=True):
@@ -285,8 +289,9 @@ def test_swap_moves_blocks_between_pools_of_different_size(
     device: KernelDevice, sizes: tuple[int, int], shape: Shape, dtype: torch.dtype
 ) -> None:
     pairs = [(sizes[0] - 1, 0), (2, 3), (2, 1)]
-    source = [make_pool(sizes[0], shape, seed=layer, dtype=dtype) for layer in range(3)]
-    destination = [make_pool(sizes[1], shape, seed=layer + 9, dtype=dtype) for layer in range(3)]
+    shapes = [shape, (2, *shape[1:]), shape]
+    source = [make_pool(sizes[0], each, seed=layer, dtype=dtype) for layer, each in enumerate(shapes)]
+    destination = [make_pool(sizes[1], each, seed=layer + 9, dtype=dtype) for layer, each in enumerate(shapes)]
     expected = [pool.clone() for pool in destination]
     for pool, old in zip(source, expected, strict=True):
         for first, second in pairs:

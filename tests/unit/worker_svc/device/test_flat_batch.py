@@ -18,6 +18,7 @@ from worker_svc.device.flat_batch import (
     sample_places,
     split_outputs,
 )
+from worker_svc.device.kv_pool import LayerCaches
 from worker_svc.device.rows import Rows
 from worker_svc.models.base import ModelInput
 
@@ -54,7 +55,7 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
             min(int(generator.integers(1, len(sequences[row][0]) - done + 1)), most_new)
             for row, done in zip(chosen, computed, strict=True)
         ]
-        inputs = build(Layout.from_batch(make_batch(chosen, new, computed)), rows, [], BLOCK_SIZE)
+        inputs = build(Layout.from_batch(make_batch(chosen, new, computed)), rows, LayerCaches(()), BLOCK_SIZE)
         token_ids, positions, slots, starts = [], [], [], [0]
         for row, count, done in zip(chosen, new, computed, strict=True):
             tokens, table = sequences[row]
@@ -64,7 +65,7 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
                 slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
             starts.append(len(token_ids))
         lengths = [done + count for done, count in zip(computed, new, strict=True)]
-        attention = inputs.attention
+        (attention,) = inputs.groups
         assert inputs.token_ids.tolist() == token_ids
         assert inputs.positions.tolist() == positions
         assert attention.slot_mapping.tolist() == slots

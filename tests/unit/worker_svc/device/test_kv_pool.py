@@ -15,6 +15,7 @@ from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, num_gp
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.rows import Rows
 from worker_svc.device.seals import SealInventory
+from worker_svc.models.base import CacheLayer
 from worker_svc.step import AdmittedStep, CacheOperations
 from worker_svc.streams import Stream
 
@@ -187,9 +188,21 @@ def test_moves_are_applied_out_in_copy() -> None:
     assert sorted(operations.written_blocks.tolist()) == [0, 2, 3, 5]
 
 
+def test_each_layer_has_its_own_heads() -> None:
+    model = TinyCausalLM()
+    model.cache_layers = (CacheLayer(2, 8), CacheLayer(1, 16, window=3), CacheLayer(1, 4))
+    request = make_request(num_gpu_blocks=4, swap_space=1 << 20)
+    geometry = pool_geometry(model, request, None)
+    assert (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim) == (3, 2, 16)
+    assert geometry.block_bytes == BLOCK_BYTES * 9 // 4
+    pool = allocate_pool(geometry, model.device, model.dtype, layers=model.cache_layers)
+    assert [tuple(layer.shape[2:]) for layer in pool.gpu] == [(2, 4, 8), (1, 4, 16), (1, 4, 4)]
+    assert [layer.shape[2:] for layer in pool.host] == [layer.shape[2:] for layer in pool.gpu]
+
+
 def test_blocks_have_the_layers_of_a_draft_model_wherever_they_go() -> None:
     model, draft_model = TinyCausalLM(), TinyCausalLM()
-    draft_model.num_layers, draft_model.num_kv_heads, draft_model.head_dim = 2, 1, 4
+    draft_model.cache_layers = (CacheLayer(1, 4),) * 2
     request = make_request(num_gpu_blocks=4, swap_space=2 * 2 * BLOCK_BYTES)
     geometry = pool_geometry(model, request, None, draft_model)
     # Two layers with a quarter of the numbers.

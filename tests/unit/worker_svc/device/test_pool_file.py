@@ -29,6 +29,7 @@ NAMESPACE = KvNamespace(
     num_kv_heads=2,
     head_dim=8,
     lines_per_token=2,
+    groups=(1, 0, 0),
     rank=0,
     world_size=1,
     numerics=("1.0", "kernels"),

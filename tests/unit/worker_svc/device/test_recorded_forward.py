@@ -74,7 +74,8 @@ def pool_of(runner: PagedRunner) -> KvPool:
 def record(runner: PagedRunner) -> RecordedForward:
     assert isinstance(runner.model, NativeCausalLM)
     # Twice a sequence's blocks, since `PagedRunner` gives each row spare ones.
-    return RecordedForward(runner.model, room_for(pool_of(runner), 2 * MAX_MODEL_LEN, num_tokens=90, num_rows=4))
+    room = room_for(runner.model, pool_of(runner), 2 * MAX_MODEL_LEN, num_tokens=90, num_rows=4)
+    return RecordedForward(runner.model, room)
 
 
 def assert_same_when_recorded(model: CausalLM, *, with_int8_pool: bool = False) -> None:

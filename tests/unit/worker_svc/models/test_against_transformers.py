@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,14 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
         del names["activation"]
     if "SolarOpen" in family:
         del names["intermediate_size"]
+    if config.full_heads is not None:
+        of_full_layers = expected.per_layer_config["full_attention"]
+        expected.allow_global_per_layer_attribute_access = True
+        assert config.full_heads == (of_full_layers.num_key_value_heads, of_full_layers.head_dim)
+    if config.per_layer is not None:
+        names_of_inputs = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+        assert astuple(config.per_layer) == tuple(getattr(expected, name) for name in names_of_inputs)
+    assert config.num_shared_layers == getattr(expected, "num_kv_shared_layers", 0)
     head_dim = getattr(expected, "head_dim", None)
     head_dim = expected.hidden_size // expected.num_attention_heads if head_dim is None else head_dim
     if (latent := config.latent) is not None:

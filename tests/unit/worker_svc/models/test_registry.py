@@ -243,7 +243,7 @@ def test_decodes_stay_on_the_device(shape: str, tmp_path: Path) -> None:
         max_seq_len=50,
     )
     pool = torch.zeros(2, 30, model.num_kv_heads, 16, model.head_dim, dtype=torch.bfloat16, device=meta)
-    output = model.logits(model(ModelInput(tokens, tokens, metadata, [pool] * model.num_layers)))
+    output = model.logits(model(ModelInput(tokens, tokens, [metadata], [pool] * model.num_layers)))
     assert (output.shape, output.device, output.dtype) == ((5, 320), meta, torch.float32)
 
 

@@ -52,7 +52,7 @@ def test_heads_that_cannot_be_repeated_are_refused(other: LayerShape) -> None:
 
 def make_runner_of_int8(directory: Path, family: str) -> PagedRunner:
     make_model(directory, family)
-    model = load_model(directory, device=CPU, dtype=torch.float32)
+    model = load_model(directory, device=CPU, dtype=torch.float32, model_impl="transformers")
     runner = PagedRunner(model, [[5, 9, 200, 31]], block_size=4)
     shape = (*runner.pools[0].shape[:-1], int8.line_bytes(model.head_dim))
     runner.pools = [torch.zeros(shape, dtype=torch.int8) for _ in runner.pools]
