@@ -171,6 +171,9 @@ class ReplicaInfo:
     fixed_tokens: int = 0
     max_passes: int = 1
     block_bytes: int = 0
+    full_groups: int = 1
+    windowed_groups: int = 0
+    window: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether `other` is the same start of the same workers."""
@@ -209,6 +212,9 @@ _BOUNDS = {
     "pool.block_size": (1, 1 << 16),
     "model.vocab_size": (1, _MAX_INT32),
     "model.max_model_len": (1, _MAX_INT32),
+    "pool.full_groups": (0, 64),
+    "pool.windowed_groups": (0, 64),
+    "pool.window": (0, _MAX_INT32),
     "limits.max_num_rows": (1, _MAX_INT32),
     "limits.max_num_batched_tokens": (1, _MAX_INT32),
     "limits.max_steps_in_flight": (1, _MAX_INT32),
@@ -242,6 +248,7 @@ def replica_info(info: worker_pb2.WorkerInfo) -> ReplicaInfo:
         if name in ReplicaInfo.__slots__
     }
     values["max_passes"] = info.limits.max_passes or 1
+    values["full_groups"] = info.pool.full_groups if info.pool.windowed_groups else max(info.pool.full_groups, 1)
     return ReplicaInfo(
         **values,
         worker_generation=info.worker_generation,
