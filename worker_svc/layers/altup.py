@@ -1,4 +1,4 @@
-"""Several residual streams of which a layer computes one, AltUp (Baykal et al. 2023), as in Gemma 3n."""
+"""AltUp (Baykal et al. 2023): several residual streams, and layers that compute one of them, as in Gemma 3n."""
 
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ def _linear(name: str, in_features: int, out_features: int, placement: Placement
 
 
 class AltUpLayer(nn.Module):
-    """What a layer, whose name in the checkpoint is `layer`, does with the streams, [streams, T, hidden]."""
+    """The part of a layer that mixes the streams, [streams, T, hidden]; `layer` is its name in the checkpoint."""
 
     def __init__(self, layer: str, config: AltUpConfig, hidden: int, eps: float, placement: Placement) -> None:
         super().__init__()
