@@ -365,6 +365,23 @@ NATIVE: dict[str, Family] = {
         "Gemma4TextConfig",
         num_calls=6,
     ),
+    "gemma3n-shared": Family(
+        "Gemma3n",
+        {
+            "num_hidden_layers": 4,
+            "num_kv_shared_layers": 2,
+            "layer_types": 2 * ["sliding_attention", "full_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+            "intermediate_size": [96, 128, 96, 96],
+            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 200,
+            "laurel_rank": 8,
+        },
+        "Gemma3nTextConfig",
+        num_calls=2,
+    ),
     "gemma4-unified": Family(
         "Gemma4Unified",
         {name: value for name, value in _GEMMA_4.items() if "per_layer" not in name},
@@ -421,23 +438,6 @@ FOREIGN: dict[str, Family] = {
     ),
     # Layers that run several times.
     "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
-    "gemma3n-shared": Family(
-        "Gemma3n",
-        {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": 2 * ["sliding_attention", "full_attention"],
-            "sliding_window": 20,
-            "head_dim": 16,
-            "intermediate_size": 96,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB_SIZE,
-            "laurel_rank": 8,
-        },
-        "Gemma3nTextConfig",
-        num_calls=4,
-    ),
     # Its base model is not found by name.
     "llama4": Family(
         "Llama4",
@@ -532,7 +532,11 @@ WITH_IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"model_type": "granite", **_GRANITE, "logits_scaling": 1.0},
         {**_PATCHES, "model_type": "clip_vision_model"},
     ),
-    "gemma4": ("Gemma4", {**_GEMMA_4, "num_kv_shared_layers": 2, **_TIED}, {**_VISION, "head_dim": 16}),
+    "gemma4": (
+        "Gemma4",
+        {**_GEMMA_4, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, **_TIED},
+        {**_VISION, "head_dim": 16},
+    ),
     "llava": ("Llava", {"model_type": "llama"}, {**_PATCHES, "model_type": "clip_vision_model"}),
     "idefics3": ("Idefics3", {"model_type": "llama"}, _PATCHES),
 }

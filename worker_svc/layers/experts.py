@@ -9,6 +9,7 @@ operation of the library does all this, another one chooses, and both can be rec
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import cached_property
+from statistics import NormalDist
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ class Mlp(nn.Module):
         name: of the module in the checkpoint.
         names: of gate, up and down in it; two names are of up and down, without a gate. Gate and up of one name are
             merged there, the gates first.
+        sparsity: the share of the gates that is 0, if they are normally distributed: a cutoff is subtracted from all.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Mlp(nn.Module):
         placement: Placement,
         bias: bool = False,
         names: tuple[str, ...] = GATE_UP_DOWN,
+        sparsity: float = 0.0,
     ) -> None:
         super().__init__()
         *inputs, down = (f"{name}.{each}" for each in names)
@@ -52,23 +55,41 @@ class Mlp(nn.Module):
         if is_gated and inputs[0] == inputs[1]:
             apart = ((0, f"{name}.{GATE_UP_DOWN[0]}"), (inner, f"{name}.{GATE_UP_DOWN[1]}"))
             parts = [LinearPart(inputs[0], inner, first=first, of=2 * inner, apart=other) for first, other in apart]
+        kind = ActivationKind(activation, gated=is_gated)
         self.up = Linear(
             parts,
             hidden,
             bias=bias,
             placement=placement,
             split=Split.OUTPUTS,
-            activation=ActivationKind(activation, gated=is_gated),
+            activation=None if sparsity else kind,
         )
+        # Gates above it in multiples of their standard deviation are the largest `1 - sparsity`.
+        self._cutoff = NormalDist().inv_cdf(sparsity) if sparsity else None
+        self._function, self._inner, self._ranks = kind.function, inner, placement.ranks
         self.down = Linear([LinearPart(down, hidden)], inner, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape."""
-        return self.down(self.up(x))
+        return self.down(self._inner_features(x))
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """The same, of the inner features of this rank."""
-        return self.down.partial(self.up(x))
+        return self.down.partial(self._inner_features(x))
+
+    def _inner_features(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.up(x)
+        if self._cutoff is None:
+            return features
+        gates, ups = features.float().chunk(2, dim=-1)
+        mean = self._sum(gates) / self._inner
+        deviation = (self._sum((gates - mean).square()) / self._inner).sqrt()
+        gates = (gates - mean - self._cutoff * deviation).relu()
+        return self._function(torch.cat((gates, ups), dim=-1).to(features.dtype))
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the inner features of all ranks."""
+        return self._ranks.sum(x.sum(dim=-1, keepdim=True))
 
 
 class Scoring(Enum):

@@ -3,7 +3,7 @@
 LLaMA and the families that differ from it by configuration are rows of the table in `families`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kernels import ops
+from worker_svc.layers.altup import AltUpConfig, AltUpLayer, AltUpStreams
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import (
     Embedding,
@@ -69,7 +70,7 @@ class DecoderConfig:
     """The number of heads of key and the head size of layers without a window, if they differ from `num_kv_heads` and
     `head_dim`. Then `rope` is for these heads, and `sliding_rope` for the others."""
     num_shared_layers: int = 0
-    """The last layers, without keys of their own: each reads those of the last layer before these with its window."""
+    """The last layers, without keys of their own: each reads the keys of the last layer before them with its window."""
     values_are_keys: frozenset[int] = frozenset()
     """Layers whose values are their keys, before the norms of both."""
     norms_values: bool = False
@@ -77,6 +78,8 @@ class DecoderConfig:
     experts: ExpertsConfig | None = None
     intermediate_sizes: tuple[int, ...] | None = None
     """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
+    sparsities: tuple[float, ...] | None = None
+    """As in `Mlp`, of each layer."""
     mlp_names: tuple[str, ...] = GATE_UP_DOWN
     """As in `Mlp`."""
     merged_qkv: bool = False
@@ -129,6 +132,8 @@ class DecoderConfig:
     """Inputs of each layer of their own."""
     layer_scale: str | None = None
     """A number by its name in the layer: a factor on the residual stream after the layer."""
+    altup: AltUpConfig | None = None
+    """Several residual streams."""
     residual_scale: float = 1.0
     """Factor on the outputs of attention and MLP."""
     logit_scale: float = 1.0
@@ -260,6 +265,9 @@ class DecoderLayer(nn.Module):
             sizes = (hidden, config.activation, config.norm_eps)
             self.experts = ExpertsBesideMlp(name, config.experts, *sizes, placement)
         self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
+        self.altup: AltUpLayer | None = None
+        if config.altup is not None:
+            self.altup = AltUpLayer(name, config.altup, hidden, config.norm_eps, placement)
         self.ending: LayerEnding | None = None
         if config.per_layer is not None or config.layer_scale is not None:
             self.ending = LayerEnding(name, config, placement)
@@ -352,6 +360,7 @@ class DecoderLayer(nn.Module):
             placement=placement,
             bias=config.mlp_bias,
             names=config.mlp_names,
+            sparsity=0.0 if config.sparsities is None else config.sparsities[index],
         )
 
     def attend(
@@ -398,7 +407,7 @@ class DecoderLayer(nn.Module):
 
 
 class LayerEnding(nn.Module):
-    """What the residual stream gets after a layer: the layer's own input, and a factor."""
+    """The last part of a layer: its own input is added to the residual stream, which gets a factor."""
 
     def __init__(self, layer: str, config: DecoderConfig, placement: Placement) -> None:
         super().__init__()
@@ -448,6 +457,7 @@ class Decoder(NativeCausalLM):
         if config.per_layer is not None:
             sizes = (config.per_layer, config.num_layers, hidden, config.norm_eps)
             self.per_layer = PerLayerInputs(*sizes, placement)
+        self.streams = None if config.altup is None else AltUpStreams(config.altup, hidden, placement)
         own_sizes = () if config.per_layer is None else (config.per_layer.size,) * config.num_layers
         self._embedded_sizes = (hidden, *own_sizes)
         rotations = _rotations(config, placement)
@@ -475,6 +485,8 @@ class Decoder(NativeCausalLM):
 
     def run_layers(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         x, *own = x.split_with_sizes(self._embedded_sizes, dim=1)
+        if self.streams is not None:
+            return self._run_streams(self.streams, x, own, inputs)
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
         attention = inputs.attention
@@ -492,6 +504,26 @@ class Decoder(NativeCausalLM):
                 residual = layer.ending(output, residual, own[index] if own else output)
                 x = next_norm(residual)
         return x
+
+    def _run_streams(
+        self, all_streams: AltUpStreams, x: torch.Tensor, own: Sequence[torch.Tensor], inputs: ModelInput
+    ) -> torch.Tensor:
+        """`run_layers` over several residual streams."""
+        streams = all_streams.spread(x)
+        for layer, of_layer in zip(self.layers, own, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            assert layer.altup is not None
+            assert layer.ending is not None
+            assert layer.ending.gate is not None
+            streams = layer.altup.predict(streams)
+            active = streams[layer.altup.active]
+            x = layer.attention_norm(active)
+            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], inputs.attention)
+            residual = (active + output + layer.altup.laurel(x)) * 0.5**0.5
+            output = residual + layer.feed_forward(layer.mlp_norm(residual), residual)
+            streams, active = layer.altup.correct(streams, output)
+            streams[1:] += layer.ending.gate(active, of_layer)
+        return self.norm(all_streams.merge(streams))
 
     def finish(self, outputs: torch.Tensor) -> torch.Tensor:
         logits, cap = super().finish(outputs), self._logit_cap

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from worker_svc.layers.altup import AltUpConfig
 from worker_svc.layers.experts import ExpertsConfig
 from worker_svc.layers.per_layer_inputs import PerLayerConfig
 from worker_svc.models.base import ConfigFields
@@ -81,6 +82,55 @@ def _gemma4(values: Values) -> DecoderConfig:
         return config
     of_shared = config.num_shared_layers * (2 * config.intermediate_size,)
     return replace(config, intermediate_sizes=config.num_cache_layers * (config.intermediate_size,) + of_shared)
+
+
+@WITH_SHARED_KEYS.add(
+    "Gemma3nForCausalLM",
+    _GEMMA_DEFAULTS,
+    vocab_size=262400,
+    hidden_size=2048,
+    intermediate_size=16384,
+    num_hidden_layers=35,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    num_kv_shared_layers=15,
+    final_logit_softcapping=30.0,
+)
+def _gemma3n(values: Values) -> DecoderConfig:
+    """Gemma 3 (text) with plain norms, also of values; inputs of each layer of their own, several residual streams, and
+    sparse MLPs in some layers."""
+    inner, count = values["intermediate_size"], ConfigFields(values).integer("num_hidden_layers")
+    sizes = inner if isinstance(inner, list) else [inner] * count
+    sparse = values.get("activation_sparsity_pattern")
+    sparse = [0.95] * 10 + [0.0] * (count - 10) if sparse is None and count > 10 else sparse or [0.0] * count
+    for name, each in (("intermediate_size", sizes), ("activation_sparsity_pattern", sparse)):
+        limit = 1 if each is sparse else 1 << 24
+        if not isinstance(each, list) or len(each) != count or not all(_is_below(number, limit) for number in each):
+            raise ConfigFields(values).error(name, each, f"a list of {count} numbers from 0 to below {limit}")
+    values = {**values, "intermediate_size": sizes[0]}
+    full, sliding = with_two_rotations(ConfigFields(values), 1e6, "rope_local_base_freq", 1e4)
+    config, fields = read_gemma_2(full), ConfigFields(full)
+    config = _with_shared_keys(with_windows(config, fields, lambda index: (index + 1) % 5 > 0), fields)
+    if config.per_layer is None:
+        raise fields.error("hidden_size_per_layer_input", 0, "an integer of at least 1")
+    num_inputs = fields.integer("altup_num_inputs", 4)
+    active = fields.integer("altup_active_idx", 0, minimum=0)
+    if active >= num_inputs:
+        raise fields.error("altup_active_idx", active, f"below altup_num_inputs, {num_inputs}")
+    return replace(
+        config,
+        sliding_rope=RopeConfig.read(ConfigFields(sliding), config.head_dim),
+        norm_offset=0.0,
+        intermediate_sizes=tuple(sizes),
+        sparsities=tuple(map(float, sparse)),
+        altup=AltUpConfig(
+            num_inputs, active, fields.integer("laurel_rank", 64), fields.flag("altup_correct_scale", True)
+        ),
+    )
+
+
+def _is_below(value: object, limit: float) -> bool:
+    return isinstance(value, int | float) and 0 <= value < limit
 
 
 def _heads_without_window(fields: ConfigFields, config: DecoderConfig) -> tuple[int, int]:

@@ -104,10 +104,11 @@ WITH_EXPERTS = [
     for name, family in NATIVE.items()
     if "moe" in name or name in ("mixtral", "minimax-m2") or "n_routed_experts" in family.fields
 ]
-# torch multiplies by the weights of each head, and squares; it clamps, and chooses among experts by a sparse mixer.
+# torch multiplies by the weights of each head, and squares; it mixes residual streams; it clamps, and chooses among
+# experts by a sparse mixer.
 OF_TORCH = (
     *("cohere-head-norms", "stablelm-head-norms", "stablelm-one-head-of-keys"),
-    *("arcee", "nemotron", "jais2"),
+    *("arcee", "nemotron", "jais2", "gemma3n-shared"),
 )
 EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe", "gpt-oss-moe")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]

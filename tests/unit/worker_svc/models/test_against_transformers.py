@@ -46,6 +46,7 @@ HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
     *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss-moe"),
+    *("gemma3n-shared", "gemma4-moe"),
     *("granite-swa", "ministral3", "granite", "olmo2", "glm4", "cohere2-alternating", "hunyuan-dense"),
 )
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
@@ -59,6 +60,9 @@ IN_PARTS = (
     "cohere-head-norms",
     "phi-moe",
     "gpt-oss-moe",
+    "gemma4-shared",
+    "gemma4-moe",
+    "gemma3n-shared",
 )
 
 
@@ -109,6 +113,18 @@ def test_of_a_model_that_reads_images_the_language_model_is_served(name: str, tm
         edit_tensors(
             tmp_path, lambda tensors, old=old, new=new: {key.replace(old, new): tensors[key] for key in tensors}
         )
+    assert_serves_like(reference, load(tmp_path))
+
+
+def test_the_language_model_of_gemma_3n_is_served(tmp_path: Path) -> None:
+    """As it is published, where the parts for images and sound are another library's."""
+    reference = make_model(tmp_path, "gemma3n-shared")
+    edit_tensors(
+        tmp_path, lambda tensors: {name.replace("model.", "model.language_model."): tensors[name] for name in tensors}
+    )
+    text = json.loads((tmp_path / "config.json").read_text())
+    whole = {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n", "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
     assert_serves_like(reference, load(tmp_path))
 
 
@@ -240,6 +256,13 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
         del names["activation"]
     if "SolarOpen" in family:
         del names["intermediate_size"]
+    if config.intermediate_sizes is not None:
+        del names["intermediate_size"]
+        assert list(config.intermediate_sizes) == expected.intermediate_size
+        assert config.sparsities == tuple(expected.activation_sparsity_pattern)
+    if (altup := config.altup) is not None:
+        assert (altup.count, altup.active) == (expected.altup_num_inputs, expected.altup_active_idx)
+        assert (altup.laurel_rank, altup.scales_active) == (expected.laurel_rank, expected.altup_correct_scale)
     if config.full_heads is not None:
         of_full_layers = expected.per_layer_config["full_attention"]
         expected.allow_global_per_layer_attribute_access = True
