@@ -124,7 +124,7 @@ class ActivationKind:
     @property
     def own(self) -> str | None:
         """The same function if `ops.product` can apply it, to the gates if it is gated; None if it cannot."""
-        own = None if self._is_clamped else ACTIVATIONS[self.name].own
+        own = "clamped_swiglu" if self._is_clamped else ACTIVATIONS[self.name].own
         return None if self.gated and own not in GATES else own
 
 

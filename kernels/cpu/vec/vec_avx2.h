@@ -56,6 +56,9 @@ inline __m256i bits_of(IntVec x) { return reinterpret_cast<__m256i>(x.v); }
 inline IntVec whole(__m256i bits) { return {reinterpret_cast<IntVec::Words>(bits)}; }
 
 inline IntVec load_int(const void* p) { return whole(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
+inline IntVec load_bytes_as_int(const void* p) {
+  return whole(_mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+}
 inline IntVec set1_int(int32_t x) { return whole(_mm256_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm256_cvtepi32_ps(bits_of(x))}; }

@@ -58,6 +58,9 @@ inline __m512i bits_of(IntVec x) { return reinterpret_cast<__m512i>(x.v); }
 inline IntVec whole(__m512i bits) { return {reinterpret_cast<IntVec::Words>(bits)}; }
 
 inline IntVec load_int(const void* p) { return whole(_mm512_loadu_si512(p)); }
+inline IntVec load_bytes_as_int(const void* p) {
+  return whole(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
 inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm512_cvtepi32_ps(bits_of(x))}; }
