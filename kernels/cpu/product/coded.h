@@ -226,17 +226,15 @@ class Values<Format, true> {
   const FloatTable table_;
 };
 
-// Numbers in the upper bytes of words: sign, four bits of exponent and three of mantissa, as a float that is 2^120 times
-// smaller: subnormal codes are subnormal floats. Codes are not NaN.
-inline Vec e4m3(IntVec upper) { return as_floats({upper.v >> 4 & 0x87f00000}) * set1(0x1p120f); }
-
+// Sign, four bits of exponent and three of mantissa, as a float that is 2^120 times smaller: subnormal codes are
+// subnormal floats. Codes are not NaN.
 template <>
 class Values<ScaledFp8, false> {
  public:
   Values(const std::byte* chunk, int64_t lane) { load_codes<ScaledFp8>(chunk, lane, codes_); }
 
   Vec operator()(int v) const {
-    return e4m3({codes_[v % 2].v << (24 - 8 * (v / 2))});
+    return as_floats({(codes_[v % 2].v << (24 - 8 * (v / 2)) >> 4) & 0x87f00000}) * set1(0x1p120f);
   }
 
  private:
@@ -344,10 +342,9 @@ class CodedBlocks {
 
   Vec of_piece(int64_t at) const {
     if constexpr (!Format::kIsFp4) return load(reinterpret_cast<const int8_t*>(at_) + at);
-    const IntVec bytes = load_bytes_as_int(at_ + at);
-    if constexpr (Format::kParts > 1) return e4m3({bytes.v << 24});
+    if constexpr (Format::kParts > 1) return load_e4m3(at_ + at);
     // An exponent; 0 is 2^-127, which has no bits of an exponent.
-    return max(as_floats({bytes.v << 23}), set1(0x1p-127f));
+    return max(as_floats({load_bytes_as_int(at_ + at).v << 23}), set1(0x1p-127f));
   }
   Vec minimum_of_piece(int64_t i) const {
     const Vec of_group = load(of_group_[1] + i);

@@ -75,7 +75,9 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
         in_file = weight.rows.nbytes
         if (scales := weight.scales) is not None:
             # Zeros have as many bits as codes.
-            in_file += (scales.values if scales.parts is None else scales.parts).nbytes + (0 if scales.zeros is None else scales.zeros.nbytes // coding.group[0])
+            in_file += (scales.values if scales.parts is None else scales.parts).nbytes + (
+                0 if scales.zeros is None else scales.zeros.nbytes // coding.group[0]
+            )
         assert make_kernels(ISAS[0]).pack_coded(weight, False, Quantization.NONE).data.nbytes <= 1.05 * in_file
 
 
