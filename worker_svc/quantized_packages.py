@@ -1,7 +1,7 @@
 """Quantized weights as packages save them: bitsandbytes, ModelOpt, AutoRound, HQQ and torchao.
 
-Codes stay codes if their scales are of 32 inputs or more, or of 16 in NVFP4. Others, and those with zeros between two
-codes, are expanded.
+Codes stay codes if their scales are of 32 inputs or more, or of 16 in NVFP4. Others are expanded, and so are codes with
+zeros between two codes.
 """
 
 import json

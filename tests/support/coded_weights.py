@@ -41,7 +41,7 @@ _LARGEST = {
 SCALED = (Coding.INT4, Coding.INT8, Coding.FP8, Coding.TABLE4)
 """Codings whose rows hold only codes, with scales of groups of any size."""
 FLOATS = (Coding.FP8, Coding.TABLE4)
-"""Those whose codes are no integers, and have no codes of 0."""
+"""Codings whose codes are no integers, and have no codes of 0."""
 FP4 = {Coding.MXFP4: 32, Coding.NVFP4: 16}
 """Codings of E2M1, with the inputs that share a scale of a byte."""
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

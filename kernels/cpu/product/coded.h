@@ -18,8 +18,9 @@
 //
 // A panel is its head, then its blocks, one for each piece of all columns. The head has, group after group, the F16
 // scales of all columns and their F16 minima; in safetensors files, the scales in their own type and the codes of 0, a
-// byte each; a table of numbers comes before them. A block has the scales of all columns for each part, int8 or as FP4 has them, then their minima, then the codes in chunks of
-// 128 numbers in the order of a bfloat16 block (pack_weight.cpp). Number 16 v + l of a chunk is the v-th code of lane
+// byte each; a table of numbers comes before them. A block has the scales of all columns for each part, int8 or as FP4
+// has them, then their minima, then the codes in chunks of 128 numbers in the order of a bfloat16 block
+// (pack_weight.cpp). Number 16 v + l of a chunk is the v-th code of lane
 // l. Half h = v % 2 of a chunk has byte v / 2 of lane l. Codes of 4 and more bits have their lower 4 bits in the h-th
 // nibble of byte 4 l + v / 2 of the chunk; the further bits follow, and the bits of one significance and half are a
 // 64-bit word. Thus a byte of four codes lies where a product of int8 values takes it: lane l has the numbers of inputs
