@@ -375,12 +375,12 @@ def pack_coded(
 
     Products are bitwise the same as with the weight decoded to float32 and rounded to `dtype`. If tokens are rounded to
     int8, too, with one scale each, the weight stays in float32, and `quantization` is WEIGHT_AND_INPUT; numbers in FP8
-    have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
+    or of a table have no such products. Groups have whole blocks of 32 inputs, or there is only one group.
     """
     if quantization is Quantization.INT8_WEIGHT_ONLY:
         raise ValueError("quantization is int8-weight-only, and the weight is coded")
-    if quantization is not Quantization.NONE and weight.coding is Coding.FP8:
-        raise ValueError("weight is in FP8, which is not multiplied with int8 tokens")
+    if quantization is not Quantization.NONE and weight.coding in (Coding.FP8, Coding.TABLE4):
+        raise ValueError(f"weight is in {weight.coding.value}, which is not multiplied with int8 tokens")
     if (scales := weight.scales) is not None and scales.inputs % 32 and scales.values.shape[1] > 1:
         raise ValueError(f"weight has groups of {scales.inputs} inputs; expected a multiple of 32")
     if gated and weight.rows.shape[0] % 2:

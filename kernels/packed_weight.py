@@ -1,6 +1,6 @@
 """Weights of a product in the order in which an implementation reads them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -8,8 +8,8 @@ import torch
 
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh")
 """Operations that a product can apply to its sums before they are rounded."""
-GATES = ("silu", "gelu_tanh")
-"""Operations that it can apply to the gates of a gated weight."""
+GATES = ("silu", "gelu_tanh", "clamped_swiglu")
+"""Operations that it can apply to the gates of a gated weight; the last one, GPT-OSS's, clamps gates and ups."""
 
 
 class Quantization(Enum):
@@ -25,9 +25,9 @@ class Quantization(Enum):
 class Coding(Enum):
     """How a file stores the rows of a weight: groups of inputs, whose numbers have codes of a few bits and scales.
 
-    Values are the names of GGUF, by which ggml documents them. The rows of the last three hold only codes
-    (`GroupScales`): integers from 0 on, 4-bit ones with the first of two in the lower half of a byte, or E4M3 numbers
-    except NaN.
+    Values are the names of GGUF, by which ggml documents them. The rows of the last six hold only codes
+    (`GroupScales`): integers from 0 on, E4M3 numbers except NaN, numbers of E2M1, or places in a table. The first of
+    two codes of 4 bits is in the lower half of a byte.
     """
 
     Q4_K = "Q4_K"
@@ -43,6 +43,9 @@ class Coding(Enum):
     INT4 = "int4"
     INT8 = "int8"
     FP8 = "float8_e4m3fn"
+    MXFP4 = "MXFP4"
+    NVFP4 = "NVFP4"
+    TABLE4 = "4-bit table"
 
     @property
     def group(self) -> tuple[int, int]:
@@ -64,9 +67,16 @@ _GROUPS = {
     Coding.INT4: (2, 1),
     Coding.INT8: (1, 1),
     Coding.FP8: (1, 1),
+    Coding.MXFP4: (2, 1),
+    Coding.NVFP4: (2, 1),
+    Coding.TABLE4: (2, 1),
 }
 # The codes that stand for 0 where a weight does not say which ones do.
 _MIDDLE = {Coding.INT4: 8, Coding.INT8: 128, Coding.FP8: 0}
+# The inputs that share a scale of `GroupScales.parts`.
+_PARTS = {Coding.MXFP4: 32, Coding.NVFP4: 16}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""The numbers of the codes of MXFP4 and NVFP4."""
 _NUMBERS_AT_ONCE = 1 << 22
 
 
@@ -78,6 +88,8 @@ class GroupScales:
     Compressed-tensors and transformers (FP8) give the same bits: they multiply in the dtype of the scales, which is
     bfloat16, or in float32. AWQ and GPTQ have float16 scales, and their own code rounds to float16 first: in float16
     the bits are the same, in bfloat16 this is the closer number where they differ.
+
+    In FP4 the scale of a group is multiplied with that of a part first, in float32.
     """
 
     values: torch.Tensor
@@ -86,6 +98,16 @@ class GroupScales:
     """[out, groups] uint8, the codes of 0; None: the code in the middle, or 0 in FP8."""
     inputs: int
     """Inputs of a group. The last one may have fewer."""
+    parts: torch.Tensor | None = None
+    """[out, parts] of FP4, where all inputs are one group: float8_e8m0fnu scales of 32 inputs in MXFP4, and
+    float8_e4m3fn ones of 16 inputs in NVFP4."""
+    table: torch.Tensor | None = None
+    """[16] float32, the numbers of the codes of TABLE4."""
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "GroupScales":
+        """The same with all tensors of outputs changed."""
+        zeros, parts = (None if each is None else change(each) for each in (self.zeros, self.parts))
+        return replace(self, values=change(self.values), zeros=zeros, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +121,13 @@ class CodedWeight:
     """Set for codings whose rows hold only codes."""
     rounds_inputs: bool = False
     """The format rounds the inputs of products to FP8 too. Implementations may do so or not."""
+
+    @classmethod
+    def of_fp4(cls, coding: Coding, rows: torch.Tensor, parts: torch.Tensor, unit: float = 1.0) -> "CodedWeight":
+        """A weight in MXFP4 or NVFP4; `parts` are the bytes of scales [out, parts], `unit` a factor on all of them."""
+        scales = parts.view(torch.float8_e8m0fnu if coding is Coding.MXFP4 else torch.float8_e4m3fn)
+        units = torch.full((rows.shape[0], 1), unit)
+        return cls(coding, rows, GroupScales(units, None, 2 * rows.shape[1], scales))
 
     @property
     def in_features(self) -> int:
@@ -118,16 +147,20 @@ class CodedWeight:
             if is_cut and scales.values.shape[1] > 1:
                 return None
             groups = slice(inputs.start // in_group, -(-inputs.stop // in_group))
+            parts = scales.parts
+            if parts is not None:
+                of_part = _PARTS[self.coding]
+                if inputs.start % of_part or inputs.stop % of_part:
+                    return None
+                parts, in_group = parts[outputs, inputs.start // of_part : inputs.stop // of_part], self.in_features
             zeros = None if scales.zeros is None else scales.zeros[outputs, groups]
-            scales = GroupScales(scales.values[outputs, groups], zeros, in_group)
+            values = scales.values[outputs, groups]
+            scales = replace(scales, values=values, zeros=zeros, inputs=in_group, parts=parts)
         return replace(self, rows=self.rows[outputs, columns], scales=scales)
 
     def to(self, device: torch.device) -> "CodedWeight":
         """The weight on that device: itself if it is there already, perhaps as a view of a file."""
-        scales = self.scales
-        if scales is not None:
-            zeros = None if scales.zeros is None else scales.zeros.to(device)
-            scales = GroupScales(scales.values.to(device), zeros, scales.inputs)
+        scales = None if self.scales is None else self.scales.each(lambda tensor: tensor.to(device))
         return replace(self, rows=self.rows.to(device), scales=scales)
 
     @property
@@ -138,6 +171,7 @@ class CodedWeight:
             self.coding,
             self.rounds_inputs,
             *((scales.inputs, scales.values.dtype, scales.zeros is None) if scales else ()),
+            None if scales is None or scales.table is None else tuple(scales.table.tolist()),
         )
 
     @staticmethod
@@ -150,10 +184,13 @@ class CodedWeight:
         scales = [part.scales for part in parts if part.scales is not None]
         if not scales:
             return replace(parts[0], rows=rows)
-        zeros = [each.zeros for each in scales if each.zeros is not None]
-        values = torch.cat([each.values for each in scales])
-        joined = GroupScales(values, torch.cat(zeros) if zeros else None, scales[0].inputs)
-        return replace(parts[0], rows=rows, scales=joined)
+        of_all = [[each.values, each.zeros, each.parts] for each in scales]
+        values, zeros, of_parts = (
+            torch.cat([each for each in tensors if each is not None]) if tensors[0] is not None else None
+            for tensors in zip(*of_all, strict=True)
+        )
+        assert values is not None
+        return replace(parts[0], rows=rows, scales=replace(scales[0], values=values, zeros=zeros, parts=of_parts))
 
     def dequantized(self) -> torch.Tensor:
         """[out, in] float32, where rows hold only codes."""
@@ -165,11 +202,18 @@ class CodedWeight:
         step = max(_NUMBERS_AT_ONCE // max(self.in_features, 1), 1)
         for rows in (slice(start, start + step) for start in range(0, out_features, step)):
             codes, numbers = self.rows[rows], result[rows]
-            if self.coding is Coding.INT4:
+            if self.coding.group == (2, 1):
                 codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+            factors = scales.values[rows].float()[:, group_of]
+            if self.coding not in _MIDDLE:
+                table, parts = E2M1 if scales.table is None else scales.table, scales.parts
+                if parts is not None:
+                    factors *= parts[rows].float().repeat_interleave(_PARTS[self.coding], 1)[:, : self.in_features]
+                torch.mul(table[codes.int()], factors, out=numbers)
+                continue
             numbers.copy_(codes.contiguous().view(torch.float8_e4m3fn) if self.coding is Coding.FP8 else codes)
             zero = _MIDDLE[self.coding] if scales.zeros is None else scales.zeros[rows].float()[:, group_of]
-            numbers.sub_(zero).mul_(scales.values[rows].float()[:, group_of])
+            numbers.sub_(zero).mul_(factors)
         return result
 
 

@@ -157,6 +157,9 @@ def activated(sums: torch.Tensor, gated: bool, activation: str, output_dtype: to
     """Applies an activation to the sums of a product, [..., out]; the first half are gates if `gated`."""
     if gated:
         gate, up = sums.chunk(2, dim=-1)
+        if activation == "clamped_swiglu":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+            return ((up + 1) * (gate * torch.sigmoid(1.702 * gate))).to(output_dtype)
         return (_ACTIVATIONS[activation](gate) * up).to(output_dtype)
     return _ACTIVATIONS[activation](sums).to(output_dtype)
 

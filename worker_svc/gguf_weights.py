@@ -38,7 +38,7 @@ _CHUNK_ELEMENTS = 1 << 22
 _MAX_EXPERTS = 1 << 14
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
-_CODINGS = {coding.value for coding in Coding}
+_CODINGS = {coding.value for coding in Coding} - {Coding.NVFP4.value}
 
 _BLOCK = re.compile(r"blk\.(?P<number>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<base>ffn_\w+)\.(?P<number>\d+)")
@@ -83,7 +83,8 @@ class GgufWeight:
             return None
         # Copy on write, since torch takes no memory that must not be written to.
         data = np.memmap(self.file, np.uint8, "c", self._stored.start, (self.num_bytes,))
-        return CodedWeight(Coding(self.dtype), self._arrange(torch.from_numpy(data).view(self._stored.shape[0], -1)))
+        coding, rows = Coding(self.dtype), self._arrange(torch.from_numpy(data).view(self._stored.shape[0], -1))
+        return _mxfp4(rows) if coding is Coding.MXFP4 else CodedWeight(coding, rows)
 
     def _dequantized(self) -> torch.Tensor:
         data = np.memmap(self.file, np.uint8, "r", self._stored.start, (self.num_bytes,))
@@ -107,6 +108,16 @@ class GgufWeight:
         with ThreadPoolExecutor(num_processors()) as threads:
             list(threads.map(bring, range(0, rows.shape[0], step)))
         return torch.from_numpy(result).view(shape)
+
+
+def _mxfp4(rows: torch.Tensor) -> CodedWeight:
+    """Rows of blocks: an exponent, then 16 bytes with the codes of inputs i and i + 16 each."""
+    blocks = rows.unflatten(1, (-1, 17))
+    octets = blocks[..., 1:]
+    codes = torch.cat((octets & 15, octets >> 4), -1)
+    return CodedWeight.of_fp4(
+        Coding.MXFP4, (codes[..., 0::2] | codes[..., 1::2] << 4).flatten(1), blocks[..., 0].contiguous()
+    )
 
 
 @dataclass(frozen=True, slots=True)

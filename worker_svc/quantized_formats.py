@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.packed_weight import Coding
+from kernels.packed_weight import CodedWeight, Coding
 from quire.runtime.settings import ConfigurationError
-from worker_svc.quantized_module import FLOATS, INTEGERS, Block, Configuration, ExpandedWeight, Module, QuantizedWeight
+from worker_svc.quantized_module import FLOATS, INTEGERS, Block, Configuration, Module, QuantizedWeight
 from worker_svc.weights import StoredTensor
 
 CODINGS = {4: Coding.INT4, 8: Coding.INT8}
@@ -21,14 +21,11 @@ WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 # Orders in which compressed-tensors has quantized inputs that mix the groups; others leave them in place.
 _MIXED_ORDERS = (True, "group", "dynamic")
-# Twice the numbers of MXFP4's codes, those above 0 first.
 _FP4 = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _COMPRESSED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision"),
     *_FP4,
 )
-# Twice the numbers of E2M1's codes, those above 0 first.
-_TWICE_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _NVFP4_GROUP, MXFP4_GROUP = 16, 32
 
 
@@ -139,36 +136,20 @@ def octets(weight: StoredTensor) -> Callable[[], torch.Tensor]:
     return read
 
 
-def twice_e2m1(octets: torch.Tensor) -> torch.Tensor:
-    """[out, groups, bytes] or [out, bytes], with the first of two E2M1 codes in the lower half of a byte -> [out, in]
-    codes of `INT8` for twice their numbers."""
-    codes = torch.stack((octets & 15, octets >> 4), -1).flatten(1)
-    return torch.tensor([128 + twice for twice in _TWICE_E2M1], dtype=torch.uint8)[codes.int()]
-
-
-def halves_of_e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Half of the scales that are stored as exponents, in bfloat16."""
-    exponents = exponents.int() - 128
-    return torch.ldexp(torch.ones(exponents.shape), exponents).bfloat16()
-
-
-def nvfp4(module: Module, packed: StoredTensor, of_all: Callable[[torch.Tensor], torch.Tensor]) -> ExpandedWeight:
-    """E2M1 codes [out, in / 2] and weight_scale, an E4M3 scale for each 16 inputs; `of_all` applies to these scales,
-    in float32, the scale that all share. No product takes groups of 16."""
+def nvfp4(module: Module, packed: StoredTensor, unit: Callable[[], float]) -> QuantizedWeight:
+    """E2M1 codes [out, in / 2] and weight_scale, an E4M3 scale for each 16 inputs; `unit` reads a factor on them."""
     out_features, in_features = packed.shape[0], 2 * packed.shape[1]
     if in_features % _NVFP4_GROUP:
         raise module.error(f"has {in_features} inputs; expected a multiple of {_NVFP4_GROUP}")
-    scales = module.tensor("weight_scale", ("F8_E4M3",), (out_features, in_features // _NVFP4_GROUP))
-
-    def expand() -> torch.Tensor:
-        halves = of_all(scales.read().float()) / 2
-        twice = (twice_e2m1(packed.read()).short() - 128).float()
-        return twice.unflatten(1, (-1, _NVFP4_GROUP)).mul_(halves.unsqueeze(-1)).flatten(1)
-
-    return module.expanded("NVFP4", (out_features, in_features), expand)
+    scales = octets(module.tensor("weight_scale", ("F8_E4M3",), (out_features, in_features // _NVFP4_GROUP)))
+    return module.decoded(
+        Coding.NVFP4,
+        (out_features, in_features),
+        lambda: CodedWeight.of_fp4(Coding.NVFP4, packed.read(), scales(), unit()),
+    )
 
 
-def _compressed_fp4(module: Module, weights: Configuration) -> QuantizedWeight | ExpandedWeight:
+def _compressed_fp4(module: Module, weights: Configuration) -> QuantizedWeight:
     """weight_packed [out, in / 2]: MXFP4, with exponents of scales, or NVFP4 with weight_global_scale, which its scales
     are divided by."""
     packed = module.tensor("weight_packed", ("U8",), (None, None))
@@ -176,19 +157,13 @@ def _compressed_fp4(module: Module, weights: Configuration) -> QuantizedWeight |
     weights.one_of("symmetric", (True,), True)
     if weights.one_of("group_size", (_NVFP4_GROUP, MXFP4_GROUP)) == _NVFP4_GROUP:
         of_all = module.tensor("weight_global_scale", ("F32",), (1,), ())
-        return nvfp4(module, packed, lambda scales: scales / of_all.read())
-    shape, group = (packed.shape[0], 2 * packed.shape[1]), Block(1, MXFP4_GROUP)
-    scales = module.tensor("weight_scale", ("U8",), group.grid(shape))
-    return module.weight(
-        Coding.INT8,
-        shape,
-        group,
-        rows=lambda: twice_e2m1(packed.read()),
-        scales=lambda: halves_of_e8m0(scales.read()),
-    )
+        return nvfp4(module, packed, lambda: float(1 / of_all.read()))
+    shape = (packed.shape[0], 2 * packed.shape[1])
+    scales = module.tensor("weight_scale", ("U8",), Block(1, MXFP4_GROUP).grid(shape))
+    return module.decoded(Coding.MXFP4, shape, lambda: CodedWeight.of_fp4(Coding.MXFP4, packed.read(), scales.read()))
 
 
-def compressed(module: Module) -> QuantizedWeight | ExpandedWeight:
+def compressed(module: Module) -> QuantizedWeight:
     """weight_packed, words of several inputs, and weight_shape; or weight [out, in] with a byte per number.
     weight_scale is one number, or one for each output, group or block. Only groups have zeros; with packed weights the
     zeros are packed by outputs, too, which older releases did not do."""

@@ -209,17 +209,17 @@ class Module:
                 codes_of_0 = None if codes_of_0 is None else codes_of_0[:, groups]
             return CodedWeight(coding, rows(), GroupScales(values, codes_of_0, inputs))
 
+        # Blocks would need scales of blocks for inputs.
+        rounds_inputs = rounds_inputs and coding is Coding.FP8 and block.inputs >= in_features
+        return self.decoded(coding, shape, decode, rounds_inputs=rounds_inputs)
+
+    def decoded(
+        self, coding: Coding, shape: Sequence[int], decode: Callable[[], CodedWeight], *, rounds_inputs: bool = False
+    ) -> QuantizedWeight:
+        """The weight, of a function that reads it."""
         stored = [self._tensors[name] for name in self.used]
-        return QuantizedWeight(
-            stored[0].file,
-            f"{self.name}.weight",
-            coding.value,
-            (out_features, in_features),
-            sum(tensor.num_bytes for tensor in stored),
-            # Blocks would need scales of blocks for inputs.
-            rounds_inputs and coding is Coding.FP8 and block.inputs >= in_features,
-            decode,
-        )
+        num_bytes, name = sum(tensor.num_bytes for tensor in stored), f"{self.name}.weight"
+        return QuantizedWeight(stored[0].file, name, coding.value, tuple(shape), num_bytes, rounds_inputs, decode)
 
     def expanded(self, coding: str, shape: Sequence[int], expand: Callable[[], torch.Tensor]) -> ExpandedWeight:
         """The weight, of a function that computes its numbers, [out, in] float32."""

@@ -1,16 +1,17 @@
 """Quantized weights as packages save them: bitsandbytes, ModelOpt, AutoRound, HQQ and torchao.
 
-Codes stay codes if they are whole numbers with scales of 32 inputs or more. Others, with tables of 16 numbers, scales
-of 16 inputs or zeros between two codes, are expanded.
+Codes stay codes if their scales are of 32 inputs or more, or of 16 in NVFP4. Others are expanded, and so are codes with
+zeros between two codes.
 """
 
 import json
+import math
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from kernels.packed_weight import Coding
+from kernels.packed_weight import CodedWeight, Coding, GroupScales
 from worker_svc.quantized_formats import OF_OCTETS, awq, gptq, nvfp4, octets, of_octets
 from worker_svc.quantized_module import FLOATS, Block, Configuration, ExpandedWeight, Module, QuantizedWeight
 from worker_svc.weights import StoredTensor
@@ -21,7 +22,7 @@ _HQQ_PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "2bit_u8": (2, 4), "1bit_
 _TORCHAO_OCTETS = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 
 
-def bitsandbytes(module: Module) -> QuantizedWeight | ExpandedWeight:
+def bitsandbytes(module: Module) -> QuantizedWeight:
     """LLM.int8: weight [out, in] and SCB, the largest number of each output, whose code is 127. NF4 and FP4: see
     `_four_bits`."""
     if not module.has("SCB"):
@@ -39,7 +40,7 @@ def bitsandbytes(module: Module) -> QuantizedWeight | ExpandedWeight:
     )
 
 
-def _four_bits(module: Module) -> ExpandedWeight:
+def _four_bits(module: Module) -> QuantizedWeight:
     """weight, bytes under any dtype, with the first of two codes in the upper half; the numbers of the codes are in
     weight.quant_map. Blocks of the flat weight have a scale each, weight.absmax, or its code: then nested_quant_map has
     the numbers of those, less an offset, and nested_absmax their scales."""
@@ -48,6 +49,8 @@ def _four_bits(module: Module) -> ExpandedWeight:
         raise module.error(f"has no weight.quant_state.bitsandbytes__ of {' or '.join(_BITSANDBYTES_4_BITS)}")
     state = _state(module, module.tensor(f"weight.quant_state.bitsandbytes__{kind}", ("U8",), (None,)))
     shape = state.sizes("shape", 2)
+    if shape[1] % 2:
+        raise module.error(f"has {shape[1]} inputs; expected a multiple of 2")
     count = shape[0] * shape[1]
     block = min(state.sizes("blocksize")[0], count)
     num_blocks = -(-count // block)
@@ -65,20 +68,22 @@ def _four_bits(module: Module) -> ExpandedWeight:
             module.tensor("weight.nested_absmax", ("F32",), (-(-num_blocks // nested_block),)),
         )
 
-    def expand() -> torch.Tensor:
+    def decode() -> CodedWeight:
         scales = absmax.read()
         if nested is not None:
             of_codes, of_blocks = (each.read() for each in nested)
             scales = of_codes[scales.int()] * of_blocks.repeat_interleave(nested_block)[:num_blocks] + offset
         codes = weight.read().contiguous().view(torch.uint8).flatten()
-        codes = torch.stack((codes >> 4, codes & 15), -1).flatten()[:count]
-        expanded = numbers.read()[codes.int()]
-        return expanded.mul_(scales.repeat_interleave(block)[:count]).view(shape)
+        # A block may end within a row.
+        group = math.gcd(block, shape[1])
+        scales = scales.repeat_interleave(block // group)[: count // group].view(shape[0], -1)
+        rows = (codes << 4 | codes >> 4).view(shape[0], -1)
+        return CodedWeight(Coding.TABLE4, rows, GroupScales(scales, None, group, table=numbers.read()))
 
-    return module.expanded(kind, shape, expand)
+    return module.decoded(Coding.TABLE4, shape, decode)
 
 
-def modelopt(module: Module) -> QuantizedWeight | ExpandedWeight:
+def modelopt(module: Module) -> QuantizedWeight:
     """FP8: weight [out, in] and weight_scale for all. NVFP4: weight [out, in / 2], weight_scale for each 16 inputs,
     and weight_scale_2, which multiplies these. hf_quant_config.json has the fields within "quantization"."""
     config = module.config if module.config.get("quant_algo") else module.config.part("quantization")
@@ -91,7 +96,7 @@ def modelopt(module: Module) -> QuantizedWeight | ExpandedWeight:
     config.one_of("group_size", (16,), 16)
     packed = module.tensor("weight", ("U8",), (None, None))
     of_all = module.tensor("weight_scale_2", ("F32",), (), (1,))
-    return nvfp4(module, packed, lambda scales: scales * of_all.read())
+    return nvfp4(module, packed, lambda: float(of_all.read()))
 
 
 def auto_round(module: Module) -> QuantizedWeight:

@@ -11,7 +11,7 @@ that answers are closer to the original model's; the log says so.
 import logging
 from collections.abc import Callable, Mapping
 
-from kernels.packed_weight import CodedWeight, Coding, GroupScales
+from kernels.packed_weight import CodedWeight, Coding
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from worker_svc.quantized_formats import (
@@ -21,8 +21,6 @@ from worker_svc.quantized_formats import (
     compressed,
     fp8,
     gptq,
-    halves_of_e8m0,
-    twice_e2m1,
 )
 from worker_svc.quantized_module import Configuration, ExpandedWeight, Module, QuantizedWeight
 from worker_svc.quantized_packages import auto_round, bitsandbytes, hqq, modelopt, torchao
@@ -89,8 +87,7 @@ def with_mxfp4_experts(checkpoint: Checkpoint, described: ModelDirectory) -> Che
     """The checkpoint with a `QuantizedWeight` for each matrix of each expert that is stored in MXFP4, as in GPT-OSS.
 
     All experts of a layer are in one tensor: blocks [experts, out, groups, 16], two codes in a byte, and the exponents
-    of scales [experts, out, groups]. Gates and ups take turns in the outputs. There are no products with these codes;
-    twice the numbers that they stand for are codes of `INT8`.
+    of scales [experts, out, groups]. Gates and ups take turns in the outputs.
 
     Raises:
         ConfigurationError: blocks without scales, or of another shape or dtype.
@@ -128,13 +125,12 @@ def _mxfp4(name: str, blocks: SafeTensor, scales: SafeTensor, number: int, outpu
     _, out_features, groups, _ = blocks.shape
 
     def decode() -> CodedWeight:
-        rows = twice_e2m1(blocks.expert(number)[outputs].flatten(1))
-        halves = halves_of_e8m0(scales.expert(number)[outputs])
-        return CodedWeight(Coding.INT8, rows, GroupScales(halves, None, MXFP4_GROUP))
+        rows, exponents = blocks.expert(number)[outputs].flatten(1), scales.expert(number)[outputs].contiguous()
+        return CodedWeight.of_fp4(Coding.MXFP4, rows, exponents)
 
     shape = (len(range(out_features)[outputs]), groups * MXFP4_GROUP)
     num_bytes = shape[0] * groups * (MXFP4_GROUP // 2 + 1)
-    return QuantizedWeight(blocks.file, name, Coding.INT8.value, shape, num_bytes, False, decode)
+    return QuantizedWeight(blocks.file, name, Coding.MXFP4.value, shape, num_bytes, False, decode)
 
 
 def codings_of(checkpoint: Checkpoint) -> set[str]:

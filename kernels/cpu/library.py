@@ -38,6 +38,9 @@ _CODED = {
     "kScaledInt4": Coding.INT4,
     "kScaledInt8": Coding.INT8,
     "kScaledFp8": Coding.FP8,
+    "kMxfp4": Coding.MXFP4,
+    "kNvfp4": Coding.NVFP4,
+    "kTable4": Coding.TABLE4,
 }
 STORED_CODED = {coding: number for number, coding in enumerate(_CODED.values(), start=3)}
 """The numbers of coded weights in the enum StoredAs."""
@@ -131,7 +134,7 @@ class PackArgs(Arguments):
     _fields_ = (
         *_pointers("packed weight"),
         *_integers("threads out_features in_bytes row_bytes gated word_bytes stored"),
-        *_pointers("scales zeros"),
+        *_pointers("scales zeros parts table"),
         ("grouping", Grouping),
     )
 

@@ -106,10 +106,13 @@ class WeightPacker:
             _num_panels(out_features, gated),
             -(-in_features // PANEL) * PANEL,
         )
-        scales = zeros = grouping = None
+        scales = zeros = parts = table = grouping = None
         if weight.scales is not None:
             scales, zeros = weight.scales.values.contiguous(), contiguous(weight.scales.zeros)
+            parts, table = contiguous(weight.scales.parts), contiguous(weight.scales.table)
             grouping = Grouping(-(-weight.scales.inputs // PANEL), scales.dtype, zeros is not None)
+            # The library has twice the numbers of E2M1 in its table.
+            scales = scales if parts is None else scales / 2
         panel_bytes = coded_panel_bytes(weight.coding, padded_in, grouping_args(grouping))
         data = self._pages.empty((panels, panel_bytes), torch.uint8)
         arguments = PackArgs(
@@ -122,6 +125,8 @@ class WeightPacker:
             stored=STORED_CODED[weight.coding],
             scales=address(scales),
             zeros=address(zeros),
+            parts=address(parts),
+            table=address(table),
             grouping=grouping_args(grouping),
         )
         self._library.call(Operation.PACK_WEIGHT, arguments)

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from kernels.cuda import fp8
 from kernels.cuda.launch import ceil_div, launch
-from kernels.packed_weight import CodedWeight, Coding, PackedWeight, Quantization
+from kernels.packed_weight import E2M1, CodedWeight, Coding, PackedWeight, Quantization
 from kernels.reference import activated
 
 # Inputs of a tile: all of its codes of an output have the same scale, or the two halves have.
@@ -47,10 +47,15 @@ class Scales:
     zero: int = 0
     zeros: torch.Tensor | None = None
     """[units, R] uint8, instead of `zero`."""
-    kind: Literal["whole", "iq4", "fp8"] = "whole"
-    """The kind of codes: integers, places of integers in `_IQ4`, or numbers in E4M3; the last kind has no zero."""
+    kind: Literal["whole", "iq4", "fp8", "table"] = "whole"
+    """The kind of codes: integers, places of integers in `_IQ4`, numbers in E4M3, or places in `table`; the last two
+    kinds have no zero."""
+    table: torch.Tensor | None = None
+    """[16] float32."""
     steps: torch.Tensor | None = None
     """[groups, R] int8; None: 1."""
+    step_kind: Literal["whole", "e8m0", "e4m3"] = "whole"
+    """Numbers that the bytes of `steps` stand for."""
     inputs_of_step: int = 32
     """32 or 16."""
     minimum_units: torch.Tensor | None = None
@@ -61,13 +66,19 @@ class Scales:
         """[R, in] float32 for codes [R, in] uint8."""
         inputs = torch.arange(codes.shape[1], device=codes.device)
         of_unit, of_step = inputs // self.inputs_of_unit, inputs // self.inputs_of_step
+        steps = self.steps
+        if steps is not None and self.step_kind != "whole":
+            steps = steps.view(torch.float8_e8m0fnu if self.step_kind == "e8m0" else torch.float8_e4m3fn).float()
         if self.kind == "fp8":
             numbers = codes.view(torch.float8_e4m3fn).float()
+        elif self.kind == "table":
+            assert self.table is not None
+            numbers = self.table[codes.long()]
         elif self.kind == "iq4":
             numbers = _iq4_table(codes.device)[codes.long()]
         else:
             numbers = codes.float() - (self.zero if self.zeros is None else self.zeros[of_unit].t().float())
-        numbers *= _product_of(self.units[of_unit], self.steps, of_step)
+        numbers *= _product_of(self.units[of_unit], steps, of_step)
         if self.minimum_units is not None:
             numbers -= _product_of(self.minimum_units[of_unit], self.minimum_steps, of_step)
         return numbers
@@ -93,14 +104,26 @@ class GroupedWeight(PackedWeight):
 
 
 @triton.jit
-def _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP: tl.constexpr):
+def _step(steps, KIND: tl.constexpr):
+    if KIND == "whole":
+        return steps.to(tl.float32)
+    bits = steps.to(tl.uint8, bitcast=True).to(tl.int32)
+    if KIND == "e8m0":
+        # 0 is 2^-127, which has no bits of an exponent.
+        return tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+    # As for numbers in FP8 below.
+    return (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP: tl.constexpr, KIND: tl.constexpr):
     """float32 [1, outputs], or [32, outputs] where the inputs from `at` on have two steps."""
     scales = tl.load(units + unit * num_outputs + rows).to(tl.float32)
     if steps is not None:
         step = tl.load(steps + at // STEP * num_outputs + rows)
         if STEP < 32:
             step = tl.where(inputs < STEP, step, tl.load(steps + (at // STEP + 1) * num_outputs + rows))
-        scales *= step.to(tl.float32)
+        scales *= _step(step, KIND)
     return scales
 
 
@@ -115,6 +138,7 @@ def _product_kernel(
     steps,
     minimum_units,
     minimum_steps,
+    table,
     bias,
     num_tokens,
     x_stride,
@@ -132,6 +156,7 @@ def _product_kernel(
     KIND: tl.constexpr,
     UNIT: tl.constexpr,
     STEP: tl.constexpr,
+    STEP_KIND: tl.constexpr,
 ):
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     outputs = tl.program_id(1).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)[None, :]
@@ -163,6 +188,8 @@ def _product_kernel(
                 # Exponent and fraction where float32 has them: 2^120 times smaller, also if there is no exponent.
                 bits = ((codes & 128) << 24) | ((codes & 127) << 20)
                 numbers = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+            elif KIND == "table":
+                numbers = tl.load(table + codes)
             else:
                 if KIND == "iq4":
                     # Eight bytes each, which are 128 more than the values of codes.
@@ -174,9 +201,9 @@ def _product_kernel(
                     numbers -= tl.load(zeros + unit * num_outputs + rows).to(tl.float32) + 8388608.0
                 else:
                     numbers -= 8388608.0 + ZERO
-            numbers *= _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP)
+            numbers *= _scales_of(units, steps, unit, inputs, at, rows, num_outputs, STEP, STEP_KIND)
             if minimum_units is not None:
-                numbers -= _scales_of(minimum_units, minimum_steps, unit, inputs, at, rows, num_outputs, STEP)
+                numbers -= _scales_of(minimum_units, minimum_steps, unit, inputs, at, rows, num_outputs, STEP, "whole")
             values = tl.load(
                 x + tokens * x_stride + begin + columns, mask=is_token & (begin + columns < num_inputs), other=0.0
             )
@@ -223,6 +250,7 @@ def product(
             scale.steps,
             scale.minimum_units,
             scale.minimum_steps,
+            scale.table,
             bias,
             len(lines),
             lines.stride(0),
@@ -240,6 +268,7 @@ def product(
             KIND=scale.kind,
             UNIT=scale.inputs_of_unit if len(scale.units) > 1 else 0,
             STEP=scale.inputs_of_step,
+            STEP_KIND=scale.step_kind,
         )
     whole = (sums[0] if parts == 1 else sums.sum(0)).view(*x.shape[:-1], weight.out_features)
     return whole.to(output_dtype) if is_plain else activated(whole, weight.gated, activation, output_dtype)
@@ -316,6 +345,13 @@ def read(weight: CodedWeight) -> tuple[torch.Tensor, int, Scales]:
         codes, scale = decode(rows.unflatten(1, (-1, weight.coding.group[1])))
         return codes.reshape(len(rows), -1), bits, scale
     units, zeros = grouped.values.t(), None if grouped.zeros is None else grouped.zeros.t()
+    if weight.coding is Coding.TABLE4 or grouped.parts is not None:
+        table = _e2m1_table(units.device) if grouped.table is None else grouped.table
+        scale = Scales(units, grouped.inputs, kind="table", table=table)
+        if grouped.parts is not None:
+            kind, inputs = ("e8m0", 32) if weight.coding is Coding.MXFP4 else ("e4m3", 16)
+            scale = replace(scale, steps=grouped.parts.view(torch.int8).t(), inputs_of_step=inputs, step_kind=kind)
+        return _halves(rows[..., None]).flatten(1), 4, scale
     if weight.coding is Coding.INT4:
         return _halves(rows[..., None]).flatten(1), 4, Scales(units, grouped.inputs, 8, zeros)
     if weight.coding is Coding.INT8:
@@ -382,6 +418,11 @@ def _legacy(blocks: torch.Tensor, *, bits: int, has_minima: bool) -> tuple[torch
 def _iq4_table(device: torch.device) -> torch.Tensor:
     """Copied to the device once: no copy can be recorded."""
     return torch.tensor(_IQ4, dtype=torch.float32, device=device)
+
+
+@functools.cache
+def _e2m1_table(device: torch.device) -> torch.Tensor:
+    return E2M1.to(device)
 
 
 def _iq4_nl(blocks: torch.Tensor) -> tuple[torch.Tensor, Scales]:

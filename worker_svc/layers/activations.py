@@ -59,7 +59,7 @@ _GELU_TANH = _Function(partial(functional.gelu, approximate="tanh"), FusedActiva
 _SILU = _Function(functional.silu, FusedActivation("swish"), "silu")
 
 
-CLAMPED_SWIGLU = "clamped swiglu"
+CLAMPED_SWIGLU = "clamped_swiglu"
 """GPT-OSS's, which no configuration names: (clamped up + 1) times quick GELU of the clamped gate."""
 
 ACTIVATIONS: dict[str, _Function] = {
@@ -124,7 +124,7 @@ class ActivationKind:
     @property
     def own(self) -> str | None:
         """The same function if `ops.product` can apply it, to the gates if it is gated; None if it cannot."""
-        own = None if self._is_clamped else ACTIVATIONS[self.name].own
+        own = CLAMPED_SWIGLU if self._is_clamped else ACTIVATIONS[self.name].own
         return None if self.gated and own not in GATES else own
 
 

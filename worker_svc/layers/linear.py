@@ -16,7 +16,7 @@ from kernels import ops
 from kernels.cpu.low_rank import PackedTable
 from kernels.experts import Factor
 from kernels.low_rank import LowRank, LowRankTable, MaskedTable
-from kernels.packed_weight import CodedWeight, Quantization
+from kernels.packed_weight import CodedWeight, Coding, Quantization
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.adapted_products import AdaptedProduct, MaskedAdapted, PackedAdapted, TokenSlots
 from worker_svc.layers.products import (
@@ -195,7 +195,8 @@ class Linear(Loadable):
             stored = tensors.coded(self._weight_spec(part))
             for _, shard in group:
                 weight = None if stored is None else stored.part(shard.slice, inputs.slice)
-                if weight is None:
+                is_int8 = placement.quantization is not Quantization.NONE
+                if weight is None or (is_int8 and weight.coding is Coding.TABLE4):
                     return None
                 if weight.rows.shape[0]:
                     found.append(weight.to(placement.device))

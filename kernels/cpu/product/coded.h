@@ -12,12 +12,15 @@
 //
 //     (code - code of 0) * scale of the group
 //
-// rounded to float and then to bfloat16; the difference is exact.
+// rounded to float and then to bfloat16; the difference is exact. Codes of 4 bits may stand for entries of a table. FP4
+// has one group in a row, and a scale of a byte for each part of a piece, as MXFP4 (E8M0, of 32 inputs) and NVFP4
+// (E4M3, of 16 inputs) have them.
 //
 // A panel is its head, then its blocks, one for each piece of all columns. The head has, group after group, the F16
 // scales of all columns and their F16 minima; in safetensors files, the scales in their own type and the codes of 0, a
-// byte each. A block has the int8 scales of all columns for each part, then their minima, then the codes in chunks of
-// 128 numbers in the order of a bfloat16 block (pack_weight.cpp). Number 16 v + l of a chunk is the v-th code of lane
+// byte each; a table of numbers comes before them. A block has the scales of all columns for each part, int8 or as FP4
+// has them, then their minima, then the codes in chunks of 128 numbers in the order of a bfloat16 block
+// (pack_weight.cpp). Number 16 v + l of a chunk is the v-th code of lane
 // l. Half h = v % 2 of a chunk has byte v / 2 of lane l. Codes of 4 and more bits have their lower 4 bits in the h-th
 // nibble of byte 4 l + v / 2 of the chunk; the further bits follow, and the bits of one significance and half are a
 // 64-bit word. Thus a byte of four codes lies where a product of int8 values takes it: lane l has the numbers of inputs
@@ -32,13 +35,14 @@ namespace quire {
 
 // kParts: scales of a piece; 0 if only the group has a scale and a minimum. kPiecesOfGroup is 0 if Grouping has the
 // number.
-template <int kBitsOfCode, int kPartsOfPiece, bool kHasMinima, int64_t kPiecesOfAGroup>
+template <int kBitsOfCode, int kPartsOfPiece, bool kHasMinima, int64_t kPiecesOfAGroup, bool kHasTable = false>
 struct Coded {
   static constexpr int kBits = kBitsOfCode, kParts = kPartsOfPiece;
-  static constexpr bool kMinima = kHasMinima, kZeros = false, kFloats = false;
+  static constexpr bool kMinima = kHasMinima, kZeros = false, kFloats = false, kIsFp4 = false;
   static constexpr int64_t kPiecesOfGroup = kPiecesOfAGroup;
 
   static constexpr int64_t kNumbersAtOnce = 128, kLanes = 16;
+  static constexpr int64_t kTableBytes = kHasTable ? 16 * sizeof(float) : 0;
   static constexpr int64_t kHeadBytesOfGroup = kPanel * 2 * (kMinima ? 2 : 1);
   static constexpr int64_t kScaleBytes = kParts > 0 ? kPanel * (kParts + (kMinima ? 1 : 0)) : 0;
   static constexpr int64_t kCodeBytes = kNumbersAtOnce * kBits / 8;
@@ -53,7 +57,7 @@ struct Coded {
   }
   static constexpr int64_t head_bytes(int64_t in_features, const Grouping& grouping) {
     const int64_t inputs = kPanel * pieces_of_group(grouping);
-    return (in_features + inputs - 1) / inputs * head_bytes_of_group(grouping);
+    return kTableBytes + (in_features + inputs - 1) / inputs * head_bytes_of_group(grouping);
   }
   static constexpr int64_t panel_bytes(int64_t in_features, const Grouping& grouping) {
     return head_bytes(in_features, grouping) + in_features / kPanel * kBlockBytes;
@@ -111,6 +115,22 @@ struct ScaledFp8 : Coded<8, 0, false, 0> {
   static constexpr int kOffset = 0;
 };
 
+// Numbers of a table in the file.
+struct Table4 : Coded<4, 0, false, 0, true> {
+  static constexpr bool kFloats = true;
+  static constexpr int kOffset = 0;
+};
+
+// E2M1: the table has twice the numbers, so scales of rows are halves.
+template <int kPartsOfPiece>
+struct Fp4 : Coded<4, kPartsOfPiece, false, 0> {
+  static constexpr bool kIsFp4 = true;
+  static constexpr int kOffset = 12;
+  static constexpr float kValues[16] = {0, 1, 2, 3, 4, 6, 8, 12, -0.0f, -1, -2, -3, -4, -6, -8, -12};
+};
+using Mxfp4 = Fp4<1>;
+using Nvfp4 = Fp4<2>;
+
 template <class Format>
 constexpr float value_of(int code) {
   if constexpr (Format::kBits == 4)
@@ -147,6 +167,12 @@ decltype(auto) with_format(int64_t stored, Function function) {
       return function.template operator()<ScaledInt<8>>();
     case kScaledFp8:
       return function.template operator()<ScaledFp8>();
+    case kMxfp4:
+      return function.template operator()<Mxfp4>();
+    case kNvfp4:
+      return function.template operator()<Nvfp4>();
+    case kTable4:
+      return function.template operator()<Table4>();
     default:
       return function.template operator()<Iq4Nl>();
   }
@@ -191,7 +217,8 @@ class Values {
 template <class Format>
 class Values<Format, true> {
  public:
-  Values(const std::byte* chunk, int64_t lane) : nibbles_(load_int(chunk + 4 * lane)), table_(Format::kValues) {}
+  Values(const std::byte* chunk, int64_t lane, const float (&table)[16])
+      : nibbles_(load_int(chunk + 4 * lane)), table_(table) {}
 
   Vec operator()(int v) const { return table_.look_up({nibbles_.v >> 4 * v}); }
 
@@ -232,7 +259,8 @@ class CodedBlocks {
   // Returns the codes of the next block.
   const std::byte* next() {
     if (left_ == 0) {
-      group_ = at_;
+      table_ = at_;
+      group_ = at_ + Format::kTableBytes;
       at_ += Format::head_bytes(blocks_ * kPanel, grouping_);
       left_ = blocks_;
       left_of_group_ = 0;
@@ -271,6 +299,14 @@ class CodedBlocks {
     return minima_[kFolded ? chunk * kParts / 4 : 0] + tile * kTimes * kTileColumns;
   }
 
+  // The numbers of codes of 4 bits.
+  const float (&table() const)[16] {
+    if constexpr (Format::kTableBytes > 0)
+      return *reinterpret_cast<const float(*)[16]>(table_);
+    else
+      return Format::kValues;
+  }
+
  private:
   static constexpr int64_t kTileColumns = kPanel / 2;
 
@@ -305,7 +341,12 @@ class CodedBlocks {
     group_ += kPanel * grouping_.has_zeros;
   }
 
-  Vec of_piece(int64_t at) const { return load(reinterpret_cast<const int8_t*>(at_) + at); }
+  Vec of_piece(int64_t at) const {
+    if constexpr (!Format::kIsFp4) return load(reinterpret_cast<const int8_t*>(at_) + at);
+    if constexpr (Format::kParts > 1) return load_e4m3(at_ + at);
+    // An exponent; 0 is 2^-127, which has no bits of an exponent.
+    return max(as_floats({load_bytes_as_int(at_ + at).v << 23}), set1(0x1p-127f));
+  }
   Vec minimum_of_piece(int64_t i) const {
     const Vec of_group = load(of_group_[1] + i);
     return Format::kParts > 0 ? of_group * of_piece(Format::kParts * kPanel + i) : of_group;
@@ -313,7 +354,7 @@ class CodedBlocks {
 
   const int64_t blocks_;  // of a panel
   const Grouping grouping_;
-  const std::byte *at_, *group_ = nullptr;
+  const std::byte *at_, *group_ = nullptr, *table_ = nullptr;
   int64_t left_ = 0, left_of_group_ = 0;
   alignas(64) float of_group_[2][kPanel];  // scales and minima of the columns
   alignas(64) float scales_[kParts][kTimes * kPanel], minima_[kFolded ? kParts : 1][kTimes * kPanel];
@@ -342,7 +383,7 @@ class CodedExpander {
   void expand(BF16* to) {
     const float *scales = blocks_.scales(chunk_ / 4, chunk_ % 4), *minima = blocks_.minima(chunk_ / 4, chunk_ % 4);
     for (int64_t lane = 0; lane < Format::kLanes; lane += kWidth) {
-      const Values<Format> values(codes_, lane);
+      const auto values = values_at(lane);
       Vec scale[2], minimum[2];
       for (int half = 0; half < 2; ++half) {
         scale[half] = load(scales + half * Format::kLanes + lane);
@@ -379,6 +420,13 @@ class CodedExpander {
   void end_block(BF16*) {}
 
  private:
+  Values<Format> values_at(int64_t lane) const {
+    if constexpr (Format::kBits == 4)
+      return Values<Format>(codes_, lane, blocks_.table());
+    else
+      return Values<Format>(codes_, lane);
+  }
+
   CodedBlocks<Format, kFolded> blocks_;
   const std::byte* codes_ = nullptr;
   int64_t chunk_ = 0;

@@ -267,7 +267,7 @@ class CodeMultiplier {
 
   // Codes of 4 bits that stand for other values than their own.
   template <class Format>
-  static constexpr bool kHasTable = Format::kBits == 4 && Format::kOffset == Iq4Xs::kOffset;
+  static constexpr bool kHasTable = Format::kBits == 4 && (Format::kOffset == Iq4Xs::kOffset || Format::kIsFp4);
 
   // No byte that is multiplied is above 127. Products of VNNI are the same for all.
 #if defined(__AVX512VNNI__)

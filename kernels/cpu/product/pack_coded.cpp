@@ -211,6 +211,8 @@ void pack_scaled(const PackArgs& args, int64_t panel) {
   const int64_t bytes = Format::panel_bytes(in_features, args.grouping);
   uint8_t* head = static_cast<uint8_t*>(args.packed) + panel * bytes;
   std::memset(head, 0, bytes);
+  if (Format::kTableBytes > 0) std::memcpy(head, args.table, Format::kTableBytes);
+  head += Format::kTableBytes;
   for (int64_t column = 0; column < kPanel; ++column) {
     const auto row = row_of(args, panel, column);
     if (!row) continue;
@@ -222,6 +224,9 @@ void pack_scaled(const PackArgs& args, int64_t panel) {
     }
     const auto* stored = static_cast<const uint8_t*>(args.weight) + *row * args.row_bytes;
     uint8_t* block = head + groups * head_bytes;
+    // Bytes of the codes of a part; a row ends with a whole part.
+    constexpr int64_t kPartBytes = kPanel / kPerByte / (Format::kParts > 0 ? Format::kParts : 1);
+    const int64_t parts = args.in_bytes / kPartBytes;
     for (int64_t begin = 0; begin < args.in_bytes; begin += kPanel / kPerByte, block += Format::kBlockBytes) {
       std::array<uint8_t, 32> codes = {};
       const int64_t left = args.in_bytes - begin, end = left < kPanel / kPerByte ? left : kPanel / kPerByte;
@@ -229,6 +234,9 @@ void pack_scaled(const PackArgs& args, int64_t panel) {
         for (int64_t j = 0; j < kPerByte; ++j)
           codes[i * kPerByte + j] = stored[begin + i] >> j * Format::kBits & ((1 << Format::kBits) - 1);
       put_codes<Format>(codes, column, block);
+      for (int64_t part = 0; part < Format::kParts && begin / kPartBytes + part < parts; ++part)
+        block[part * kPanel + column] =
+            static_cast<const uint8_t*>(args.parts)[*row * parts + begin / kPartBytes + part];
     }
   }
 }

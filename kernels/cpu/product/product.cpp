@@ -166,9 +166,17 @@ class Finish {
     };
     const Vec x = of_half(0, first_);
     if constexpr (kGated)
-      return activate(args_.activation, x) * of_half(1, columns_ + first_);
+      return gated(x, of_half(1, columns_ + first_));
     else
       return args_.activation == kIdentity ? x : activate(args_.activation, x);
+  }
+
+  // NaN stays NaN, since it is the second argument.
+  Vec gated(Vec gate, Vec up) const {
+    if (args_.activation != kClampedSwiglu) return activate(args_.activation, gate) * up;
+    gate = min(set1(7.0f), gate);
+    up = max(set1(-7.0f), min(set1(7.0f), up));
+    return (up + set1(1.0f)) * (silu(gate * set1(1.702f)) * set1(1 / 1.702f));
   }
 
   const Pass& args_;

@@ -113,6 +113,7 @@ enum Activation : int64_t {
   // For weights that were packed as gated: activation(gate) * up.
   kSiluAndMul = 4,
   kGeluTanhAndMul = 5,
+  kClampedSwiglu = 6,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
 };
 
 // The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
@@ -135,6 +136,8 @@ struct PackArgs {
   int64_t stored;        // StoredAs, if the weight is coded (coded.h); its rows are rows of the file
   const void* scales;    // [out_features, groups], if they are separate from the codes
   const uint8_t* zeros;  // [out_features, groups] codes, or null
+  const void* parts;     // [out_features, parts of a row], scales of a byte for the parts of MXFP4 and NVFP4
+  const float* table;    // [16], the numbers of codes of kTable4
   Grouping grouping;
 };
 
@@ -182,6 +185,9 @@ enum StoredAs : int64_t {
   kScaledInt4 = 13,
   kScaledInt8 = 14,
   kScaledFp8 = 15,
+  kMxfp4 = 16,
+  kNvfp4 = 17,
+  kTable4 = 18,
 };
 
 inline constexpr bool is_coded(int64_t stored) { return stored >= kQ4K; }

@@ -58,6 +58,16 @@ inline __m512i bits_of(IntVec x) { return reinterpret_cast<__m512i>(x.v); }
 inline IntVec whole(__m512i bits) { return {reinterpret_cast<IntVec::Words>(bits)}; }
 
 inline IntVec load_int(const void* p) { return whole(_mm512_loadu_si512(p)); }
+// E4M3 numbers, except NaN: halves of 2^8 times less. Subnormal floats would take the processor long.
+inline Vec load_e4m3(const void* p) {
+  const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+  const __m256i sign = _mm256_slli_epi16(_mm256_srli_epi16(words, 7), 15);
+  const __m256i halves = _mm256_or_si256(sign, _mm256_srli_epi16(_mm256_slli_epi16(words, 9), 2));
+  return {_mm512_mul_ps(_mm512_cvtph_ps(halves), _mm512_set1_ps(256.0f))};
+}
+inline IntVec load_bytes_as_int(const void* p) {
+  return whole(_mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+}
 inline IntVec set1_int(int32_t x) { return whole(_mm512_set1_epi32(x)); }
 inline void store(int32_t* p, IntVec x) { _mm512_storeu_si512(p, bits_of(x)); }
 inline Vec to_floats(IntVec x) { return {_mm512_cvtepi32_ps(bits_of(x))}; }

@@ -56,15 +56,15 @@ NVFP4 = compressed_fp4("nvfp4-pack-quantized", strategy="tensor_group", group_si
 MXFP4 = compressed_fp4("mxfp4-pack-quantized", strategy="group", group_size=32)
 
 FORMATS: dict[str, tuple[Quantize, dict[str, Any], Coding | None]] = {
-    "bitsandbytes-nf4": (bitsandbytes_4_bits, BITSANDBYTES, None),
-    "bitsandbytes-nf4-nested": (partial(bitsandbytes_4_bits, nested=True), BITSANDBYTES, None),
-    "bitsandbytes-nf4-as-bfloat16": (partial(bitsandbytes_4_bits, storage=torch.bfloat16), BITSANDBYTES, None),
-    "bitsandbytes-fp4": (partial(bitsandbytes_4_bits, kind="fp4"), BITSANDBYTES, None),
+    "bitsandbytes-nf4": (bitsandbytes_4_bits, BITSANDBYTES, Coding.TABLE4),
+    "bitsandbytes-nf4-nested": (partial(bitsandbytes_4_bits, nested=True), BITSANDBYTES, Coding.TABLE4),
+    "bitsandbytes-nf4-as-bfloat16": (partial(bitsandbytes_4_bits, storage=torch.bfloat16), BITSANDBYTES, Coding.TABLE4),
+    "bitsandbytes-fp4": (partial(bitsandbytes_4_bits, kind="fp4"), BITSANDBYTES, Coding.TABLE4),
     "bitsandbytes-int8": (bitsandbytes_8_bits, BITSANDBYTES | {"load_in_8bit": True}, Coding.INT8),
     "modelopt-fp8": (modelopt_fp8, MODELOPT | {"quant_algo": "FP8"}, Coding.FP8),
-    "modelopt-nvfp4": (nvfp4, MODELOPT | {"quant_algo": "NVFP4"}, None),
-    "compressed-nvfp4": (partial(nvfp4, divides=True), NVFP4, None),
-    "compressed-mxfp4": (mxfp4, MXFP4, Coding.INT8),
+    "modelopt-nvfp4": (nvfp4, MODELOPT | {"quant_algo": "NVFP4"}, Coding.NVFP4),
+    "compressed-nvfp4": (partial(nvfp4, divides=True), NVFP4, Coding.NVFP4),
+    "compressed-mxfp4": (mxfp4, MXFP4, Coding.MXFP4),
     "auto-round-gptq": (gptq, AUTO_ROUND | {"packing_format": "auto_round:auto_gptq"}, Coding.INT4),
     "auto-round-awq": (awq, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, Coding.INT4),
     "hqq-4": (hqq, HQQ, None),
@@ -194,15 +194,14 @@ def test_auto_round_may_have_modules_with_other_bits(tmp_path: Path) -> None:
 def test_the_log_says_what_memory_expanded_weights_take_and_more_than_there_is_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = make(tmp_path, "bitsandbytes-nf4")
+    expected = make(tmp_path, "hqq-4")
     size = 2 * sum(numbers.numel() for numbers in expected.values())
     described, settings = ModelDirectory.open(tmp_path), WorkerSettings()
     monkeypatch.setattr(pool_setup, "available_memory", lambda: 2 * size)
     with caplog.at_level(logging.WARNING):
         startup.check_weights_fit(described, torch.bfloat16, settings)
-    assert (
-        "weights in nf4 are expanded when they are read: 613.9 KiB in the files take 2.1 MiB of memory" in caplog.text
-    )
+    said = "weights in HQQ with 4 bits are expanded when they are read: 680.4 KiB in the files take 2.1 MiB of memory"
+    assert said in caplog.text
     monkeypatch.setattr(pool_setup, "available_memory", lambda: size)
     with pytest.raises(ConfigurationError, match="of memory are available to this worker"):
         startup.check_weights_fit(described, torch.bfloat16, settings)

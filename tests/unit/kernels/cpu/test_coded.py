@@ -1,5 +1,7 @@
 """Weights as files store them: products equal products of the dequantized weight, bit for bit."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,7 +10,7 @@ from hypothesis import strategies as st
 from kernels.int8 import quantize
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from kernels.reference import silu_and_mul
-from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
+from tests.support.coded_weights import FLOATS, FP4, SCALED, dequantized, make_coded, make_fp4, make_scaled
 from tests.support.cpu_kernels import ISAS, torch_threads
 from tests.unit.kernels.cpu.test_product import make_kernels
 
@@ -64,6 +66,8 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
             make_scaled(coding, 64, 2048, inputs, torch.float16, has_zeros=has_zeros)
             for inputs, has_zeros in ((32, True), (32, False), (128, True), (2048, False))
         ]
+    elif coding in FP4:
+        weights = [make_fp4(coding, 64, 2048)]
     else:
         weights = [make_coded(coding, 64, 2048 // coding.group[0])]
     assert ISAS
@@ -71,12 +75,14 @@ def test_a_packed_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> No
         in_file = weight.rows.nbytes
         if (scales := weight.scales) is not None:
             # Zeros have as many bits as codes.
-            in_file += scales.values.nbytes + (0 if scales.zeros is None else scales.zeros.nbytes // coding.group[0])
+            in_file += (scales.values if scales.parts is None else scales.parts).nbytes + (
+                0 if scales.zeros is None else scales.zeros.nbytes // coding.group[0]
+            )
         assert make_kernels(ISAS[0]).pack_coded(weight, False, Quantization.NONE).data.nbytes <= 1.05 * in_file
 
 
 @given(
-    coding=st.sampled_from([coding for coding in Coding if coding is not Coding.FP8]),
+    coding=st.sampled_from([coding for coding in Coding if coding not in FLOATS]),
     num_tokens=st.sampled_from([1, 3, 4, 9, 70]),
     out_features=st.integers(1, 70),
     num_groups=st.integers(1, 3),
@@ -144,6 +150,30 @@ def test_every_code_of_fp8(isa: str) -> None:
     assert torch.equal(actual, codes.view(torch.float8_e4m3fn).float())
 
 
+def test_every_scale_of_fp4(isa: str) -> None:
+    """All bytes except NaN, with numbers that stay normal in bfloat16."""
+    kernels = make_kernels(isa)
+    for coding, count in ((Coding.MXFP4, 253), (Coding.NVFP4, 127)):
+        rows = torch.full((count, 16), 0x67, dtype=torch.uint8)
+        parts = torch.arange(count, dtype=torch.uint8)[:, None].expand(-1, 32 // FP4[coding])
+        weight = CodedWeight.of_fp4(coding, rows, parts.contiguous())
+        packed = kernels.pack_coded(weight, False, Quantization.NONE)
+        actual = kernels.product(torch.eye(32).bfloat16(), packed, None, "identity", torch.float32).t()
+        assert torch.equal(actual, dequantized(weight))
+        assert torch.equal(weight.dequantized(), dequantized(weight))
+
+
+@pytest.mark.parametrize("coding", FP4)
+def test_parts_of_fp4_are_those_of_the_dequantized_weight(coding: Coding) -> None:
+    weight, other = make_fp4(coding, 40, 160), make_fp4(coding, 24, 160, seed=1)
+    part = weight.part(slice(8, 20), slice(32, 96))
+    assert part is not None
+    assert torch.equal(part.dequantized(), weight.dequantized()[8:20, 32:96])
+    assert weight.part(slice(8, 20), slice(8, 96)) is None
+    both = torch.cat([weight.dequantized(), other.dequantized()])
+    assert torch.equal(CodedWeight.joined([weight, other]).dequantized(), both)
+
+
 @pytest.mark.parametrize("coding", SCALED)
 def test_parts_and_joined_parts_are_those_of_the_dequantized_weight(coding: Coding) -> None:
     weight = make_scaled(coding, 40, 320, 64, torch.bfloat16, has_zeros=True)
@@ -158,12 +188,15 @@ def test_parts_and_joined_parts_are_those_of_the_dequantized_weight(coding: Codi
     assert part is not None
     assert torch.equal(part.dequantized(), single.dequantized()[:, 6:100])
     other = make_scaled(coding, 24, 320, 64, torch.bfloat16, has_zeros=True, seed=1)
+    if coding is Coding.TABLE4 and weight.scales is not None and other.scales is not None:
+        assert weight.kind != other.kind
+        other = replace(other, scales=replace(other.scales, table=weight.scales.table))
     assert torch.equal(CodedWeight.joined([weight, other]).dequantized(), torch.cat([whole, other.dequantized()]))
     assert weight.kind != single.kind
     assert weight.kind != make_scaled(coding, 40, 320, 64, torch.float16, has_zeros=True).kind
 
 
-@pytest.mark.parametrize("coding", [coding for coding in Coding if coding not in SCALED])
+@pytest.mark.parametrize("coding", [coding for coding in Coding if coding not in (*SCALED, *FP4)])
 def test_rows_are_looked_up(isa: str, coding: Coding) -> None:
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 2)
     ids = torch.tensor([0, 39, 7, 7, *range(20)])

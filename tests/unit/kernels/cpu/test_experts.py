@@ -14,7 +14,7 @@ from kernels.cpu.bindings import CpuKernels
 from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import Coding, PackedWeight, Quantization
 from kernels.recording import Recorder
-from tests.support.coded_weights import make_coded
+from tests.support.coded_weights import make_coded, make_fp4
 from tests.support.cpu_kernels import library_of, torch_threads
 from tests.unit.kernels.cpu.test_product import make_kernels
 
@@ -83,14 +83,19 @@ def test_outputs_are_those_of_the_products_one_by_one(
 
 
 @pytest.mark.parametrize("quantization", [Quantization.NONE, Quantization.INT8_DYNAMIC])
-@pytest.mark.parametrize("coding", [Coding.Q4_K, Coding.Q6_K, Coding.Q8_0])
+@pytest.mark.parametrize("coding", [Coding.Q4_K, Coding.Q6_K, Coding.Q8_0, Coding.MXFP4])
 def test_experts_may_be_coded(isa: str, coding: Coding, quantization: Quantization) -> None:
     kernels = make_kernels(isa)
 
     def pack(out: int, inputs: int, gated: bool) -> PackedWeight:
-        return kernels.pack_coded(make_coded(coding, out, inputs // coding.group[0]), gated, quantization)
+        is_fp4 = coding is Coding.MXFP4
+        weight = make_fp4(coding, out, inputs) if is_fp4 else make_coded(coding, out, inputs // coding.group[0])
+        return kernels.pack_coded(weight, gated, quantization)
 
-    layer = make_layer(pack, 4, 256, 256, gated=True, bias=False)
+    layer = make_layer(pack, 4, 256, 256, gated=True, bias=coding is Coding.MXFP4)
+    if coding is Coding.MXFP4:
+        # As in GPT-OSS.
+        layer = [replace(each, activation="clamped_swiglu") for each in layer[0]], layer[1]
     for num_tokens in (1, 5, 60):
         x, weights = torch.randn(num_tokens, 256).bfloat16() / 16, torch.rand(num_tokens, 2)
         chosen = torch.rand(num_tokens, 4).argsort(-1)[:, :2]

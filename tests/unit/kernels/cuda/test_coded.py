@@ -122,7 +122,8 @@ def test_a_weight_is_hardly_larger_than_in_the_file(coding: Coding) -> None:
     assert isinstance(packed, coded.GroupedWeight)
     of_scales = packed.scale.units, packed.scale.steps, packed.scale.minimum_units, packed.scale.minimum_steps
     held = sum(each.nbytes for each in (packed.data, packed.high, *of_scales) if each is not None)
-    assert held <= 1.05 * (weight.rows.nbytes + (0 if scales is None else scales.values.nbytes))
+    of_file = 0 if scales is None else (scales.values if scales.parts is None else scales.parts).nbytes
+    assert held <= 1.05 * (weight.rows.nbytes + of_file)
 
 
 def parts_of(plane: torch.Tensor, width: int) -> torch.Tensor:
@@ -142,6 +143,7 @@ def multiply_by_torch(
     steps: torch.Tensor | None,
     minimum_units: torch.Tensor | None,
     minimum_steps: torch.Tensor | None,
+    table: torch.Tensor | None,
     bias: torch.Tensor | None,
     num_tokens: int,
     x_stride: int,
@@ -158,7 +160,17 @@ def multiply_by_torch(
     if high is not None:
         codes = codes | parts_of(high, of.BITS - 4)[:, : codes.shape[1]] << 4
     scales = coded.Scales(
-        units, of.UNIT or num_inputs, of.ZERO, zeros, of.KIND, steps, of.STEP, minimum_units, minimum_steps
+        units=units,
+        inputs_of_unit=of.UNIT or num_inputs,
+        zero=of.ZERO,
+        zeros=zeros,
+        kind=of.KIND,
+        table=table,
+        steps=steps,
+        step_kind=of.STEP_KIND,
+        inputs_of_step=of.STEP,
+        minimum_units=minimum_units,
+        minimum_steps=minimum_steps,
     )
     codes = codes[:, :num_inputs]
     sums = functional.linear(

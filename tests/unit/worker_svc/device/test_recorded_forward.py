@@ -110,7 +110,7 @@ OF_TORCH = (
     *("cohere-head-norms", "stablelm-head-norms", "stablelm-one-head-of-keys"),
     *("arcee", "nemotron", "jais2", "gemma3n-shared"),
 )
-EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe", "gpt-oss-moe")
+EXPERTS_OF_TORCH = ("phi-moe", "olmo-clamped-moe")
 RECORDED = [family for family in NATIVE if family not in (*WITH_EXPERTS, *OF_TORCH)]
 # torch pads the inner features of MLPs that all tokens have: in bfloat16 for several families, in float32 for this one.
 PADDED_IN_FLOAT32 = "qwen2-moe-sliding-sparse"
