@@ -15,6 +15,7 @@ BENCHMARKS = (
     "hostile_files",
     "kernels",
     "kills",
+    "layer_groups",
     "quality",
     "reservations",
     "servers",

@@ -32,6 +32,9 @@ class InProcessEngine:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=info.model.max_model_len,
+            full_groups=info.pool.groups.num_full,
+            windowed_groups=info.pool.groups.num_windowed,
+            window=info.pool.groups.window,
         )
 
     def run(
