@@ -204,7 +204,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "xlstm",
     ),
     _WITHIN: (
-        *("emu3", "gemma3n", "gemma4", "gemma4_unified", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
+        *("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
     ),
     _ENCODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
@@ -223,6 +223,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
 
 NOT_TRIED = {
     "dots3_note": "its text model is tried as dots3_note_text",
+    "gemma3n": "its text model is tried as gemma3n_text; its part for images needs timm",
     "gemma4_assistant": "drafts tokens from the states of another model",
     "gemma4_unified_assistant": "drafts tokens from the states of another model",
     "musicgen": "generates sound",

@@ -16,6 +16,8 @@ ALL_LINEAR = (
     *(*ATTENTION, *MLP, "qkv_proj", "gate_up_proj", "out_proj", "fc1", "fc2", "c_attn", "c_proj", "c_fc"),
     "shared_expert_gate",
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"),
+    *("per_layer_input_gate", "per_layer_projection", "linear_left", "linear_right"),
+    *("modality_router", "prediction_coefs", "correction_coefs"),
 )
 """The linear layers of all of Quire's families."""
 

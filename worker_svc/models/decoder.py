@@ -509,7 +509,7 @@ class Decoder(NativeCausalLM):
         self, all_streams: AltUpStreams, x: torch.Tensor, own: Sequence[torch.Tensor], inputs: ModelInput
     ) -> torch.Tensor:
         """`run_layers` over several residual streams."""
-        streams = all_streams.spread(x)
+        streams, attention = all_streams.spread(x), inputs.attention
         for layer, of_layer in zip(self.layers, own, strict=True):
             assert isinstance(layer, DecoderLayer)
             assert layer.altup is not None
@@ -518,7 +518,7 @@ class Decoder(NativeCausalLM):
             streams = layer.altup.predict(streams)
             active = streams[layer.altup.active]
             x = layer.attention_norm(active)
-            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], inputs.attention)
+            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], attention[layer.cache])
             residual = (active + output + layer.altup.laurel(x)) * 0.5**0.5
             output = residual + layer.feed_forward(layer.mlp_norm(residual), residual)
             streams, active = layer.altup.correct(streams, output)

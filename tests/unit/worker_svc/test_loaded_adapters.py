@@ -32,6 +32,7 @@ FAMILIES = (
     *("llama-gqa-untied-32", "llama-mqa-80", "mistral-sliding", "qwen2-tied", "qwen3", "gpt2-tied-32"),
     *("opt-pre-norm-32", "opt-post-norm-projected-64", "phi3", "qwen2-moe"),
     *("glm4", "granite", "olmo2", "cohere2-alternating", "starcoder2", "glm4-moe", "deepseek-v3"),
+    *("gemma4-shared", "gemma3n-shared"),
 )
 NUM_ADAPTERS = 3
 LAYER = "base_model.model.model.layers.1"
