@@ -49,8 +49,9 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def in_group(content: BlockHash, group: int) -> BlockHash:
-    """The name of a block of the same tokens in another group of layers; a `block_hash` names the block of group 0."""
-    return BlockHash(bytes((content[0] ^ group,)) + content[1:]) if group else content
+    """The name of a block of the same tokens in another group of layers, whose `short` form is another, too; a
+    `block_hash` names the block of group 0."""
+    return BlockHash(content[:-2] + bytes((content[-2] ^ group, content[-1]))) if group else content
 
 
 def pack(token_ids: Sequence[int]) -> bytes:

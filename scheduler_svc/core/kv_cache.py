@@ -343,11 +343,8 @@ class BlockManager(BlockTables[Sequence]):
             cached.update(dict.fromkeys(start.blocks))
             num_cached = len(start.blocks) // self.num_groups
             hashes = self._find(sequence, num_cached, is_somewhere)
-            names = list(self.names.needed(hashes[num_cached:], num_cached))
-            if self.groups.num_windowed and tier is None and len(hashes) > num_cached:
-                # The newest block of a request that moves may not come; then windowed layers read one block earlier.
-                first = self.groups.first_read((len(hashes) - 1) * self.block_size)
-                names += itertools.chain(*map(self.names.windowed, hashes[first:]))
+            # The newest block of a request that moves may not come.
+            names = self.names.needed(hashes[num_cached:], num_cached, num_spare=tier is None)
             for name in filter(None, names):
                 if hits := self.pool.hits([name]):
                     cached.update(dict.fromkeys(hits))

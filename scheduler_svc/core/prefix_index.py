@@ -64,10 +64,11 @@ class BlockNames:
     def windowed(self, content: BlockHash) -> list[BlockHash]:
         return [in_group(content, group) for group in range(self._groups.num_full, self._groups.num_groups)]
 
-    def needed(self, hashes: Sequence[BlockHash], start: int) -> Iterator[BlockHash | None]:
+    def needed(self, hashes: Sequence[BlockHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
         """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the
-        next token is the first behind them; None for entries that no layer reads."""
-        first = self._groups.first_read((start + len(hashes)) * self._groups.block_size)
+        next token is the first behind them, or begins one of the last `num_spare`; None for entries that no layer
+        reads."""
+        first = self._groups.first_read((start + len(hashes) - num_spare) * self._groups.block_size)
         for index, content in enumerate(hashes, start):
             yield from self.full(content)
             names = self.windowed(content)

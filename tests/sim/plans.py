@@ -14,6 +14,7 @@ from tests.sim.world.faults import (
     ForgetCached,
     Kill,
     Nap,
+    OtherPool,
     Stop,
     draw_bad_disks,
     draw_faults,
@@ -23,6 +24,8 @@ from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
+    LONGEST,
+    MAX_MODEL_LEN,
     NUM_SPECIAL_TOKENS,
     VOCAB_SIZE,
     Front,
@@ -234,6 +237,45 @@ def with_broken_naps(draw: Random, plan: Plan) -> Plan:
         cut = Cut(at, scheduler, rank, True, draw.uniform(0.5, 15))
         faults.append(draw.choice((Kill(at, rank), Kill(at, rank), Stop(at, scheduler), Kill(at, scheduler), cut)))
     return replace(plan, faults=tuple(faults))
+
+
+def with_groups(draw: Random, plan: Plan) -> Plan:
+    """Workers whose model has several groups of layers. Pools have room for the same sequences; in half of the worlds
+    windowed groups have little more than a sequence takes of them."""
+    layout, worker = plan.layout, plan.layout.worker
+    size, chunk = worker.block_size, worker.max_num_batched_tokens
+    num_full, num_windowed = draw.choice(((1, 1), (1, 1), (1, 2), (0, 1), (2, 3)))
+    num_groups = num_full + num_windowed
+    windows = (2, max(size - 1, 2), size, size + 1, 3 * size, chunk, 2 * chunk + 1, 20, 60, MAX_MODEL_LEN)
+    window = draw.choice(windows)
+    groups = {"full_groups": num_full, "windowed_groups": num_windowed, "window": window}
+    num_blocks = num_groups * worker.num_blocks
+    if draw.random() < 0.5:
+        most = -(-(max(window, chunk) + chunk) // size) + 1
+        num_blocks -= num_windowed * max(worker.num_blocks - 2 * most, 0)
+        needed = (_blocks_needed(each, size, num_full, num_windowed, most) for each in plan.requests)
+        num_blocks = max([num_blocks, *needed])
+    worker = replace(worker, **groups, num_blocks=num_blocks + 1, num_host_blocks=num_groups * worker.num_host_blocks)
+    disk_blocks = layout.disk_blocks and layout.disk_blocks * draw.choice((1, num_groups))
+    faults = [
+        replace(each, num_blocks=num_groups * each.num_blocks + 1, num_host_blocks=num_groups * each.num_host_blocks)
+        if isinstance(each, OtherPool)
+        else each
+        for each in plan.faults
+    ]
+    return replace(plan, layout=replace(layout, worker=worker, disk_blocks=disk_blocks), faults=tuple(faults))
+
+
+def _blocks_needed(request: Request, size: int, num_full: int, num_windowed: int, most: int) -> int:
+    """Blocks without which a request is refused, if a sequence has at most this many of a windowed group."""
+    if not isinstance(request, Generate):
+        return 0
+    options = request.options
+    width = options.best_of or options.n or 1 if options.beam_search is None else options.beam_search.beam_width
+    whole, shared = -(-LONGEST // size), len(request.prompt) // size
+    if width == 1:
+        return num_full * whole + num_windowed * min(whole, most)
+    return (num_full + num_windowed) * (shared + width * (whole - shared))
 
 
 def with_starts(draw: Random, plan: Plan) -> Plan:

@@ -16,6 +16,7 @@ from tests.sim.plans import (
     with_bounded_queues,
     with_broken_naps,
     with_forgetting,
+    with_groups,
     with_least_lengths,
     with_naps,
     with_starts,
@@ -123,6 +124,8 @@ _CHANGING = 0.04
 """The share of worlds in which one thing replaces another that is still at work."""
 _OF_LATE = 0.06
 """The share of worlds with ties, requests that end while they wait, renewed pins and the like."""
+_GROUPED = 0.25
+"""The share of worlds whose models have several groups of layers."""
 _KEPT_S = 130.0
 """Durable requests stay for a minute without a reader, and for another one after their end; pins stay no longer."""
 
@@ -170,7 +173,8 @@ def draw_plan(seed: int) -> Plan:
         settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
         layout = replace(plan.layout, settings=settings)
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
-    return plan
+    groups = Random(f"small memories without old memories {seed}")
+    return with_groups(groups, plan) if groups.random() < _GROUPED else plan
 
 
 def _draw_racing(seed: int) -> Plan:

@@ -1,14 +1,20 @@
-"""Blocks of a KV pool without keys and values: each slot holds a hash of all tokens up to it."""
+"""Blocks of a KV pool without keys and values: a slot holds a hash of all tokens up to it, in its group of layers."""
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import CacheOperations, Int32Array
 
 _MASK = 2**63 - 1
+
+
+def salt_of(group: int) -> int:
+    """Turns the hash of a token into that of its slot in this group of layers, and back, by exclusive or."""
+    return group * 0x9E37_79B9_7F4A_7C15 & _MASK
 
 
 class BlockError(Exception):
@@ -53,10 +59,10 @@ class Prefixes:
 class FakePool:
     """The blocks on the device and on the host. A slot that was never written holds 0, which is never a hash."""
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, groups: LayerGroups = ONE_GROUP) -> None:
         self._gpu = np.zeros((num_blocks, block_size), np.int64)
         self._host = np.zeros((num_host_blocks, block_size), np.int64)
-        self._block_size = block_size
+        self._block_size, self._groups = block_size, groups
 
     def move(self, operations: CacheOperations) -> None:
         """Swaps out, swaps in and copies, in this order."""
@@ -69,32 +75,61 @@ class FakePool:
             destination[pairs[:, 1]] = source[pairs[:, 0]]
 
     def write(self, blocks: Sequence[int], prefixes: Prefixes, start: int, end: int) -> None:
-        """Computes the tokens of a sequence from `start` to `end`."""
-        self._gpu[self._places(blocks, start, end)] = prefixes.hashes(start, end)
+        """Computes the tokens of a sequence from `start` to `end`, in all groups of layers."""
+        hashes = prefixes.hashes(start, end)
+        for group, places in enumerate(self._places(blocks, start, end)):
+            self._gpu[places] = hashes ^ salt_of(group)
 
-    def read(self, blocks: Sequence[int], end: int) -> np.ndarray:
-        """Hashes that a row with these blocks finds in its slots; [end] int64."""
-        num_blocks = -(-end // self._block_size)
-        if num_blocks > len(blocks):
-            raise IndexError(f"slot {end - 1} is in none of {len(blocks)} blocks")
-        return self._gpu[list(blocks[:num_blocks])].reshape(-1)[:end]
+    def read(self, blocks: Sequence[int], prefixes: Prefixes, start: int, end: int) -> np.ndarray:
+        """Hashes that layers find in a row's slots for its tokens from `start` to `end`; [end] int64. Where any layer
+        finds another hash than the sequence's, it has that one; hashes that no layer reads are the sequence's."""
+        if self._groups == ONE_GROUP:
+            return self._read(blocks, 0, 0, end)
+        content = prefixes.hashes(0, end)
+        true = content.copy()
+        for group, first in enumerate(self._firsts(start)):
+            found = self._read(blocks, group, first, end)
+            content[first:] = np.where(found != true[first:], found, content[first:])
+        return content
 
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
-        """Checks that the row's slots hold the sequence's tokens up to `end`. ForeignBlockError if not."""
-        if end:
-            wrong = self.read(blocks, end) != prefixes.hashes(0, end)
+        """Checks that the slots that a row reads for its token at `end` hold the sequence's tokens before it.
+        ForeignBlockError if not."""
+        for group, first in enumerate(self._firsts(end)):
+            if first >= end:
+                continue
+            wrong = self._read(blocks, group, first, end) != prefixes.hashes(first, end)
             if np.count_nonzero(wrong):
-                position = int(wrong.argmax())
-                block = blocks[position // self._block_size]
-                raise ForeignBlockError(f"row {row} reads block {block}, which does not hold its token {position}")
+                position = first + int(wrong.argmax())
+                block = blocks[position // self._block_size * self._groups.num_groups + group]
+                raise ForeignBlockError(
+                    f"row {row} reads block {block}, which does not hold its token {position} in group {group}"
+                )
 
     def blocks(self, seals: SealInventory) -> "FakeBlocks":
         """Contents of the blocks, as bytes."""
         return FakeBlocks(self._gpu, seals)
 
-    def _places(self, blocks: Sequence[int], start: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    def _firsts(self, position: int) -> Iterator[int]:
+        """The first position that the layers of each group read for the token at this position."""
+        for group in range(self._groups.num_groups):
+            yield 0 if group < self._groups.num_full else self._groups.first_read(position)
+
+    def _read(self, blocks: Sequence[int], group: int, first: int, end: int) -> np.ndarray:
+        """The hashes of the tokens from `first` to `end` in this group; below 0 where the slots are."""
+        column = blocks[group :: self._groups.num_groups]
+        begin, num_blocks = first // self._block_size, -(-end // self._block_size)
+        if num_blocks > len(column):
+            raise IndexError(f"slot {end - 1} is in none of {len(column)} blocks")
+        slots = self._gpu[list(column[begin:num_blocks])].reshape(-1)
+        return slots[first - begin * self._block_size : end - begin * self._block_size] ^ salt_of(group)
+
+    def _places(self, blocks: Sequence[int], start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The blocks and slots of these tokens, in each group."""
         positions = np.arange(start, end)
-        return np.array(blocks, np.int64)[positions // self._block_size], positions % self._block_size
+        by_group = np.array(blocks, np.int64).reshape(-1, self._groups.num_groups)
+        for group in range(self._groups.num_groups):
+            yield by_group[positions // self._block_size, group], positions % self._block_size
 
 
 class FakeBlocks:

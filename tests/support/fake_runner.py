@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.messages.logprob_columns import LogprobLog
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
@@ -89,6 +90,7 @@ class FakeRunner:
         step_seconds: float = 0.0,
         failing_seeds: Collection[int] = (),
         script: Sequence[int] = (),
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         self.num_steps = 0
         self.hang = Switch()
@@ -97,11 +99,11 @@ class FakeRunner:
         self._step_seconds = step_seconds
         self._failing_seeds = failing_seeds
         self._script = script
-        self._block_size = block_size
+        self._block_size, self._groups = block_size, groups
         self.adapters: dict[int, bytes] = {}
         """The digests of the adapters that are loaded, by slot."""
-        self._rows = FakeRows(block_size, self.adapters)
-        self._pool = FakePool(num_blocks, num_host_blocks, block_size)
+        self._rows = FakeRows(block_size, self.adapters, groups)
+        self._pool = FakePool(num_blocks, num_host_blocks, block_size, groups)
         self._seals = SealInventory(num_blocks)
 
     def sealed_blocks(self) -> SealedBlocks:
@@ -123,7 +125,7 @@ class FakeRunner:
         step, written = admitted.step, admitted.written_blocks
         if step.step_id == 1:
             # The first of a session: all rows of the one before are released.
-            self._rows = FakeRows(self._block_size, self.adapters)
+            self._rows = FakeRows(self._block_size, self.adapters, self._groups)
         self._seals.begin_write(written, self.num_steps)
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.rpc.server import RpcServer
 from quire.runtime import clock
 from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
@@ -53,6 +54,14 @@ class FakeWorkerConfig:
     """The generation; None gives each incarnation another one."""
     disk: Path | None = None
     """The file of its blocks on disk, with room for 64."""
+    full_groups: int = 1
+    windowed_groups: int = 0
+    window: int = 0
+
+    @property
+    def groups(self) -> LayerGroups:
+        """Groups of layers, of which each has blocks of its own."""
+        return LayerGroups(self.full_groups, self.windowed_groups, self.window)
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""
@@ -65,6 +74,7 @@ class FakeWorkerConfig:
             head_dim=1,
             dtype="float32",
             block_bytes=8 * self.block_size,
+            groups=self.groups,
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, self.device, "a fake")
         limits = WorkerLimits(
@@ -81,6 +91,8 @@ class FakeWorkerConfig:
         weights, namespace = self.fingerprint.weights, ""
         if weights:
             namespace = f"fake {weights} {self.block_size} {self.world_size}"
+            if self.groups != ONE_GROUP:
+                namespace += f" {self.groups}"
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint, namespace)
 
 
@@ -119,6 +131,7 @@ class FakeWorker:
             step_seconds=config.step_seconds,
             failing_seeds=config.failing_seeds,
             script=config.script,
+            groups=config.groups,
         )
         self._device_loop.use(self._runner)
         info, blocks, disk = config.info(), self._runner.blocks, None

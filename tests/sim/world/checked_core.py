@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, in_group
 from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
@@ -324,14 +324,28 @@ class CheckedScheduler(Scheduler):
         for each in (each for group in self.running for each in group.unfinished):
             if each.row is not None and table.active[each.row]:
                 slots = min(int(table.num_tokens[each.row]) + 1, each.request.max_len - 1)
-                count += max(blocks.blocks_for(slots) - len(each.block_table), 0)
+                count += max(blocks.groups.table_length(slots) - len(each.block_table), 0)
+        return count + self._windowed_of_chunks()
+
+    def _windowed_of_chunks(self) -> int:
+        """Blocks of windowed groups that prompts take for their next chunks, counted one by one."""
+        table, groups, blank, count = self.batch.rows, self.batch.blocks.groups, self.batch.blocks.blank, 0
+        for row in table.prefilling().tolist() if blank else ():
+            first, sequence = int(table.num_computed[row]), self.batch.sequence(row)
+            end = min(first + self.config.max_num_batched_tokens, int(table.num_tokens[row]))
+            entries = range(first // groups.block_size * groups.num_groups, groups.table_length(end))
+            are_blank = [
+                sequence.block_table[each] in blank for each in entries if each % groups.num_groups >= groups.num_full
+            ]
+            count += sum(are_blank)
         return count
 
     def _first_growth(self, group: SequenceGroup) -> int:
         """Blocks that a group that waits takes for the first token of each of its sequences, beyond those it has."""
         blocks = self.batch.blocks
         slots = ((each, min(each.num_tokens + 1, each.request.max_len - 1)) for each in group.unfinished)
-        return sum(max(blocks.blocks_for(end) - blocks.blocks_for(each.num_tokens), 0) for each, end in slots)
+        length = blocks.groups.table_length
+        return sum(max(length(end) - length(each.num_tokens), 0) for each, end in slots)
 
     def _that_hold_little(self, entering: SequenceGroup, candidates: Sequence[SequenceGroup]) -> set[str]:
         """Tenants of candidates that hold less than twice what the one that enters holds then, when the last of these
@@ -340,7 +354,8 @@ class CheckedScheduler(Scheduler):
 
         def held_by(tenant: str) -> int:
             own = [each for group in self.running if group.request.tenant == tenant for each in group.unfinished]
-            return len(own) if self.room.lacks_rows(entering) else sum(len(each.block_table) for each in own)
+            held = [block for each in own for block in each.block_table if block not in blocks.blank]
+            return len(own if self.room.lacks_rows(entering) else held)
 
         wanted = held_by(entering.request.tenant) + (
             len(entering.unfinished)
@@ -782,7 +797,7 @@ class CheckedScheduler(Scheduler):
     def _hold(self, group: SequenceGroup) -> bool:
         held = Planner._hold(self.planner, group)
         if held:
-            num_cached = len(self.batch.blocks.cached_start(group.computing[0]).blocks)
+            num_cached = len(self.batch.blocks.cached_start(group.computing[0]).blocks) // self.batch.blocks.num_groups
             ends = [end for _, end, key in self.batch.underway.awaited() if key == group.request.key]
             least = max(1, min(_MIN_TOKENS, self.config.max_num_batched_tokens // _MIN_SHARE) // self.config.block_size)
             if ends and max(ends) - num_cached < least:
@@ -830,10 +845,13 @@ class CheckedScheduler(Scheduler):
         """Blocks that decoding rows take for their next tokens, counted one by one: new ones, and copies of shared ones
         for all that write to them but their last holder."""
         table, pool, needed, writers = self.batch.rows, self.batch.blocks.pool, 0, Counter[BlockId]()
+        num_groups = self.batch.blocks.num_groups
         for row in table.decoding().tolist():
             sequence, index = self.batch.sequence(row), int(table.num_computed[row]) // self.config.block_size
-            needed += index >= len(sequence.block_table)
-            writers.update(sequence.block_table[index : index + 1])
+            written = sequence.block_table[index * num_groups : (index + 1) * num_groups]
+            needed += num_groups - len(written)
+            writers.update(written)
+        needed += self._windowed_of_chunks()
         return needed + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
@@ -898,12 +916,24 @@ class CheckedScheduler(Scheduler):
     def _exceeds_quota(self, tenant: str, token_ids: list[int], adapter: Adapter | None) -> bool:
         """Whether pins would have too many blocks with this one."""
         size, num_blocks = self.config.block_size, self.config.num_blocks
-        names = PrefixHashes(cache_root(tenant, adapter), size).first(len(token_ids) // size, token_ids)
+        hashes = PrefixHashes(cache_root(tenant, adapter), size).first(len(token_ids) // size, token_ids)
+        names = [in_group(hashes[index], group) for index, group in self._pinned_entries(len(hashes))]
         own = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
         every = {name for each in self.pins for name in each.hashes}
         return len(own.union(names)) > int(self.config.pin_quota * num_blocks) or len(every.union(names)) > int(
             self.config.max_pinned * num_blocks
         )
+
+    def _pinned_entries(self, num_blocks: int) -> list[tuple[int, int]]:
+        """The logical indices and groups of the blocks of a pin: those that a token behind its tokens reads."""
+        config = self.config
+        first = max(num_blocks * config.block_size - config.window + 1, 0) // config.block_size
+        num_groups = config.full_groups + config.windowed_groups
+        return [
+            (index, group)
+            for index in range(num_blocks)
+            for group in range(num_groups if index >= first else config.full_groups)
+        ]
 
     def expire_pins(self, now: float) -> None:
         before = list(self.pins)
@@ -916,10 +946,10 @@ class CheckedScheduler(Scheduler):
 
     def _holds_wrongly(self, pin: Pin, now: float) -> bool:
         """Whether a pin holds other blocks than its time says: all in its first half, then an eighth fewer each
-        sixteenth."""
+        sixteenth. With windows it holds all to its end."""
         ends_at, seconds = self._pinned_until[pin.pin_id]
-        num_blocks = len(pin.token_ids) // self.config.block_size
-        num_parts = min(num_blocks, _NUM_PARTS)
+        num_parts = 1 if self.config.windowed_groups else min(len(pin.token_ids) // self.config.block_size, _NUM_PARTS)
+        num_blocks = len(self._pinned_entries(len(pin.token_ids) // self.config.block_size))
         left = 2 * (ends_at - now) / seconds * num_parts
         least, most = (min(math.ceil(left + each), num_parts) for each in (-_TOLERANCE_S, _TOLERANCE_S))
         held = len(pin.blocks)

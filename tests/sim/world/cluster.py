@@ -405,13 +405,15 @@ class Cluster:
             config.vocab_size,
             num_host_blocks=config.num_host_blocks,
             names=self.names,
+            groups=config.groups,
             rank=rank,
             group=group,
         )
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         runner.deadly_need = self.layout.deadly
         if self.layout.keeps_pools:
-            namespace = (config.fingerprint, config.num_blocks, config.block_size, rank, config.world_size)
+            pool = config.num_blocks, config.block_size, config.groups
+            namespace = (config.fingerprint, *pool, rank, config.world_size)
             held = self._pools.get(node.host)
             if held is not None and held.namespace == namespace:
                 runner.keep(held)
@@ -576,10 +578,11 @@ class Cluster:
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
         for host, core in self.cores.items():
-            pool, swap = core.batch.blocks.pool, core.batch.blocks.host.pool
+            pool, swap, blank = core.batch.blocks.pool, core.batch.blocks.host.pool, core.batch.blocks.blank
+            rows = core.batch.rows
             if core.num_live or core.in_flight or len(core.pins):
                 yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
-            elif pool.num_free < pool.num_blocks or swap.num_free < swap.num_blocks or core.batch.rows.active.any():
+            elif pool.num_used > len(blank) or swap.num_used > len(core.batch.blocks.blank_on_host) or any(rows.active):
                 yield f"{host} holds blocks or rows, and has no requests"
             else:
                 yield from self._held_apart(host, core)
@@ -651,11 +654,13 @@ class Cluster:
 
     def _believed(self, scheduler: str, core: CheckedScheduler) -> Iterator[str]:
         """Differences between the cached blocks and the gateways' knowledge of them."""
-        cached = core.batch.blocks.pool.sealed_hashes()
+        # Gateways look for blocks of the first group. Blocks of others are among those that came with unknown tokens.
+        cached = {short(name) for name in core.batch.blocks.pool.sealed_hashes()}
+        first = {short(name) for name in core.batch.blocks.pool.sealed_hashes() if not self.names[name][3].group}
         for host, gateway in self.gateways.items():
             link = gateway._generator.replicas.links.get(f"{scheduler}:{_SCHEDULER_PORT}")
             if link is not None and (known := link.cached) is not None:
-                if known._blocks != {short(content) for content in cached}:
+                if not first <= known._blocks <= cached:
                     yield f"{host} takes {len(known._blocks)} blocks of {scheduler} to be cached, not {len(cached)}"
                 below = {*core.tier._slots, *core.batch.blocks.host.pool.sealed_hashes()}
                 if not known._on_disk <= {short(content) for content in below}:

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from quire.common.v1 import common_pb2
+from quire.messages.layer_groups import LayerGroups
 from quire.model_files.adapter_files import UnusableAdapterError
 from tests.sim.world.model import Draw, candidates, line_of, mixed, mixed_prefixes, next_token
 from tests.sim.world.ranks import Group, Place, Undecided, worker_of
@@ -23,6 +24,7 @@ from tests.sim.world.traffic import NUM_SPECIAL_TOKENS
 from tests.sim.world.watch import CheckedSeals, Names
 from tests.sim.world.world import KilledError, Node, World
 from tests.support.fake_pool import BlockError, FakePool, ForeignBlockError, Prefixes
+from tests.support.fake_rows import spans
 from tests.support.fake_runner import FakeRunner, FakeStep
 from tests.support.logprobs import Line, columns_of
 from worker_svc.device.device_loop import DeviceLoop, JobThread, RunningStep
@@ -39,7 +41,7 @@ from worker_svc.step import (
 T = TypeVar("T")
 
 _NOT_FINITE = -1
-"""Slot value that stands for a non-finite number. Hashes are never below 0."""
+"""Slot value that stands for a non-finite number, as all below 0. Hashes are never below 0, in no group."""
 _LOAD_S = 0.05
 """Seconds to load an adapter."""
 _SLOW_S, _NEVER_S = 7.0, 1e6
@@ -75,20 +77,21 @@ class _ReadablePool(FakePool):
 
     def spoil(self, blocks: Sequence[int], start: int, end: int) -> None:
         """Makes the computed values of these slots non-finite."""
-        self._gpu[self._places(blocks, start, end)] = _NOT_FINITE
+        for places in self._places(blocks, start, end):
+            self._gpu[places] = _NOT_FINITE
 
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
         """Checks as any pool does, but lets non-finite values pass: the row that samples from them finds them."""
         try:
             super().check_read(row, blocks, prefixes, end)
         except ForeignBlockError:
-            if _is_finite(self.read(blocks, end)):
+            if _is_finite(self.read(blocks, prefixes, end, end)):
                 raise
 
 
 def _is_finite(content: np.ndarray) -> bool:
     """Whether all slots hold finite numbers."""
-    return not np.count_nonzero(content == _NOT_FINITE)
+    return not np.count_nonzero(content < 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,13 @@ class HashRunner(FakeRunner):
         *,
         num_host_blocks: int,
         names: Names,
+        groups: LayerGroups,
         rank: int = 0,
         group: Group | None = None,
     ) -> None:
-        super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks)
+        super().__init__(num_blocks, block_size, vocab_size, num_host_blocks=num_host_blocks, groups=groups)
         self._seals = self.checked_seals = CheckedSeals(num_blocks, names)
-        self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size)
+        self._pool = self._readable = _ReadablePool(num_blocks, num_host_blocks, block_size, groups)
         self.on_block_error: Callable[[BlockError], object] = lambda _: None
         self.takes_glitch: Callable[[Place, bool], bool] = lambda *_: False
         """Whether a row of this step gets non-finite values; the flag says if it has chunks that do not sample."""
@@ -182,14 +186,17 @@ class HashRunner(FakeRunner):
     def _told(self, batch: Batch, output: StepOutput) -> object:
         """Data that must be equal at all ranks: the blocks of rows, the contents that they read, and the tokens."""
         tables = [(row, tuple(self._rows[row].blocks)) for row in batch.rows.tolist()]
-        ends = batch.ends.tolist()
-        read = [self._readable.read(blocks, end).tobytes() for (_, blocks), end in zip(tables, ends, strict=True)]
+        read = [self._read(*each).tobytes() for each in spans(batch)]
         return tables, read, output.token_ids.tolist()
+
+    def _read(self, row: int, start: int, end: int) -> np.ndarray:
+        """What a row reads for its tokens from `start` to `end`."""
+        state = self._rows[row]
+        return self._readable.read(state.blocks, state.prefixes, start, end)
 
     def _compute(self, batch: Batch) -> None:
         self.num_computed_tokens += int(batch.num_new_tokens.sum())
-        computed = (column.tolist() for column in (batch.rows, batch.num_computed_tokens, batch.ends))
-        for row, start, end in zip(*computed, strict=True):
+        for row, start, end in spans(batch):
             sampling = self._rows[row].sampling
             pattern = sampling.constraint and sampling.constraint.message.regex
             if start <= self.deadly.get(sampling.seed, -1) < end or (pattern and pattern == self.deadly_need):
@@ -216,20 +223,19 @@ class HashRunner(FakeRunner):
 
     def _failing_chunks(self, batch: Batch) -> tuple[int, ...]:
         sampling = set(batch.samples[:, 1].tolist())
-        ends = zip(batch.rows.tolist(), batch.ends.tolist(), strict=True)
-        chunks = [(row, end) for row, end in ends if row not in sampling]
-        return tuple(row for row, end in chunks if not _is_finite(self._readable.read(self._rows[row].blocks, end)))
+        chunks = [each for each in spans(batch) if each[0] not in sampling]
+        return tuple(row for row, start, end in chunks if not _is_finite(self._read(row, start, end)))
 
     def _sample(self, step_id: int, batch: Batch) -> StepOutput:
-        ends = dict(zip(batch.rows.tolist(), (batch.num_computed_tokens + batch.num_new_tokens).tolist(), strict=True))
+        computed = {row: (start, end) for row, start, end in spans(batch)}
         token_ids = np.zeros(len(batch.samples), np.int32)
         searching: list[RowCandidates] = []
         lines: dict[int, Line] = {}
         failed: list[int] = []
         for place, (row, source) in enumerate(batch.samples.tolist()):
-            end, state = ends[source], self._rows[row]
+            (start, end), state = computed[source], self._rows[row]
             sampling = state.sampling
-            content = self._readable.read(self._rows[source].blocks, end)
+            content = self._read(source, start, end)
             if not _is_finite(content):
                 failed.append(row)
                 if sampling.num_candidates is None:
@@ -268,7 +274,7 @@ class HashRunner(FakeRunner):
                 range(start + 1, min(start + new + 1, state.num_prompt_tokens)),
             )
             if count is not None and judged:
-                mixes = mixed_prefixes(self._readable.read(state.blocks, judged.stop - 1), self.model)
+                mixes = mixed_prefixes(self._read(row, start, judged.stop - 1), self.model)
                 tokens = state.prefixes.token_ids
                 lines = [line_of(mixes[position - 1], tokens[position], count) for position in judged]
                 reports.append(PromptLogprobs(row, start + 1, columns_of(lines)))

@@ -33,6 +33,8 @@ KEPT: dict[str, str] = {
         CachedTokens.token_ids PrefixIndex._by_hash PrefixIndex._cached PrefixIndex._changes PrefixIndex._found
         PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts RecordedScheduler.restored
         Tier._by_slot Tier._slots""",
+    "the block that stands for blocks that no layer reads": """
+        BlockManager._blanks BlockManager._unread""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled

@@ -21,7 +21,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.placements import Placements
 from gateway.replicas.sequence import TokenGapError
-from quire.messages.prefix_hashes import BlockHash, root_hash
+from quire.messages.prefix_hashes import BlockHash, in_group, root_hash
 from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
@@ -58,7 +58,7 @@ from tests.sim.world.durations import misread_by_gateway, watch_worker
 from tests.sim.world.network import Network
 from tests.sim.world.ranks import worker_of
 from tests.sim.world.world import Node
-from tests.support.fake_pool import BlockError, Prefixes
+from tests.support.fake_pool import BlockError, Prefixes, salt_of
 from worker_svc.device.seals import SealInventory
 from worker_svc.protocol.session import _VACANT_S, Session, Sessions
 from worker_svc.protocol.stream import Worker
@@ -78,7 +78,8 @@ the tokens that watchers receive. Tenants share no blocks, nor do requests of on
 def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
     """The block before one; None if it is the first, or has a name of another kind, as in recordings."""
     known = names.get(name)
-    return None if known is None else known[3].parent
+    parent = None if known is None else known[3].parent
+    return None if known is None or parent is None else in_group(parent, known[3].group)
 
 
 class FalseSealError(BlockError):
@@ -89,7 +90,7 @@ class NamingBlocks(BlockManager):
     """Records the contents of blocks that get a name."""
 
     def __init__(self, config: SchedulerConfig, names: Names) -> None:
-        super().__init__(config.num_blocks, config.block_size, config.watermark)
+        super().__init__(config)
         self._names = names
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
@@ -101,7 +102,10 @@ class NamingBlocks(BlockManager):
             for index, name in enumerate(hashes, first):
                 begin = index * self.block_size
                 ends = int(slots[begin]), int(slots[begin + self.block_size - 1])
-                self._names[name] = (*ends, owner, self._cached_tokens(sequence, index))
+                for group in range(self.num_groups):
+                    begins, ends_with = (each ^ salt_of(group) for each in ends)
+                    tokens = self._cached_tokens(sequence, index, group)
+                    self._names[in_group(name, group)] = begins, ends_with, owner, tokens
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
         return super().cache_full_blocks(sequence, first, end)
