@@ -49,8 +49,11 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def in_group(content: BlockHash, group: int) -> BlockHash:
-    """The name of a block of the same tokens in another group of layers; a `block_hash` names the block of group 0."""
-    return BlockHash(bytes((content[0] ^ group,)) + content[1:]) if group else content
+    """The name of a block of the same tokens in another group of layers; a `block_hash` names the block of group 0.
+    Names of different groups also have different `short` forms, since a block may leave the cache by itself."""
+    if not group:
+        return content
+    return BlockHash(content[:-SHORT_BYTES] + bytes((content[-SHORT_BYTES] ^ group,)) + content[1 - SHORT_BYTES :])
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
