@@ -216,19 +216,23 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
         model, block_size = self._model(hardware).split(hardware.num_devices), self.block_size or 16
         fits = hardware.num_blocks(model, block_size, self.gpu_memory_utilization)
         costs = Roofline(model, hardware, block_size, self.efficiency)
+        block_bytes, (_, groups) = model.block_bytes(block_size), model.cut(block_size)
         sizes = {
             "num_blocks": fits,
             "block_size": block_size,
             "max_num_seqs": 256,
             "max_num_batched_tokens": 2048,
             "max_model_len": model.max_model_len,
-            "num_host_blocks": min(_SWAP_SPACE // (model.slot_bytes * block_size), _MAX_BLOCKS),
+            "num_host_blocks": min(_SWAP_SPACE // block_bytes, _MAX_BLOCKS),
             "vocab_size": model.vocab_size,
+            "full_groups": groups.num_full,
+            "windowed_groups": groups.num_windowed,
+            "window": groups.window,
         }
         facts = {"cost_model": "roofline", "hardware": asdict(hardware), "model": asdict(model)}
         # Each rank sends its part of a block.
         bandwidth = self.transfer_bandwidth or hardware.link_bandwidth * hardware.num_devices
-        return self._sized(costs, sizes, facts, block_s=model.slot_bytes * block_size / bandwidth)
+        return self._sized(costs, sizes, facts, block_s=block_bytes / bandwidth)
 
     def _model(self, hardware: Hardware) -> ModelShape:
         if self.model_config is not None:
@@ -291,6 +295,9 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
                 max_prefill_share=self.max_prefill_share,
                 max_drafts=self.max_drafts,
                 fixed_tokens=fixed_tokens(costs),
+                full_groups=sizes.get("full_groups", 1),
+                windowed_groups=sizes.get("windowed_groups", 0),
+                window=sizes.get("window", 0),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -403,9 +410,12 @@ def _run(replica: Replica, planned: PlannedRun, settings: str = "") -> Outcome:
 
 def _head(replica: Replica) -> str:
     config = replica.config
+    groups = ""
+    if config.windowed_groups:
+        groups = f" in one of {config.groups.num_groups} groups of layers"
     lines = [
-        f"{config.num_blocks:,} blocks of {config.block_size} tokens, {config.num_host_blocks:,} in host memory; at "
-        f"most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens a step"
+        f"{config.num_blocks:,} blocks of {config.block_size} tokens{groups}, {config.num_host_blocks:,} in host "
+        f"memory; at most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens a step"
     ]
     if (fleet := replica.fleet).num_replicas > 1:
         apart = f": {fleet.num_prefill} for prefill, the others for decode" if fleet.num_prefill else ""

@@ -126,8 +126,15 @@ def _replica_line(replica: Replica) -> str:
         return f"replica {replica.scheduler_address}: not connected"
     if replica.loading is not None:
         return f"replica {replica.scheduler_address}: its worker loads the model: {replica.loading}"
+    size = f" ({replica.num_gpu_blocks * replica.block_bytes / 2**30:.2f} GiB)" if replica.block_bytes else ""
+    groups = ""
+    if (num_groups := replica.full_groups + replica.windowed_groups) > 1:
+        groups = f" in one of {num_groups} groups of layers"
+    if replica.windowed_groups:
+        groups += f", {replica.windowed_groups} with a window of {replica.window:,} tokens"
     return (
-        f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens, "
+        f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens{groups}"
+        f"{size}, "
         f"{replica.max_num_seqs} sequences and {replica.max_num_batched_tokens} tokens a step"
         + (f", on {replica.device_name}" if replica.device_name else "")
         + (f", for {replica.role.value}" if replica.role is not ReplicaRole.BOTH else "")

@@ -223,7 +223,11 @@ def _history(replica: ReplicaNumbers, width: int) -> Text:
     times: list[float] = [each["at"] for each in samples]
     span_s = times[-1] - times[0] if times else 0.0
     column_s = max(_MIN_COLUMN_S, math.ceil(span_s / (room - 1)))
-    lines = [_strip(replica.numbers["gpu_pool"], room)]
+    pool, block_bytes = replica.numbers["gpu_pool"], replica.numbers["block_bytes"]
+    lines = [_strip(pool, room)]
+    if block_bytes:
+        used, cached, total = (pool[f"{state}_blocks"] * block_bytes / 2**30 for state in ("used", "cached", "total"))
+        lines.append(Text(f"{'memory':<{_LABEL}}{used:.2f} GiB in use, {cached:.2f} cached, of {total:.2f}"))
     for name, title, form in _CHARTS:
         values: list[float | None] = [each.get(name) for each in samples]
         shown = form(values[-1]) if values and values[-1] is not None else "-"

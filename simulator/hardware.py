@@ -49,7 +49,7 @@ class Hardware:
         losses) is not modelled. Raises ConfigurationError if the weights leave no room."""
         usable = int(self.num_devices * self.memory_bytes * utilization)
         room = usable - model.weight_bytes
-        count = room // (model.slot_bytes * block_size)
+        count = room // model.block_bytes(block_size)
         if count < 1:
             raise ConfigurationError(
                 f"{model.name} has {model.weight_bytes / _GB:.1f} GB of weights, which leave no room for the KV pool: "

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Slots of the pool by their use; the rest of `total` is free.
+    """Slots of the pool by their use; the rest of `total` is free. A slot is for one token in the layers of one group.
 
     tokens    hold the keys and values of a token that is computed, or will be by a step in flight
     reserved  belong to a sequence and will hold one of its tokens
@@ -34,15 +35,21 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
 
     A tail that several sequences share is counted as one of them sees it.
     """
-    rows, pool, size = scheduler.batch.rows, scheduler.batch.blocks.pool, scheduler.config.block_size
-    active = rows.active
+    rows, blocks, size = scheduler.batch.rows, scheduler.batch.blocks, scheduler.config.block_size
+    pool, groups, active = blocks.pool, blocks.groups, rows.active
     num_slots, num_computed = rows.num_slots[active], rows.num_computed[active]
-    held = int(num_slots.sum())
-    physical = (pool.num_used - sum(len(each.block_table) for each in scheduler.batch.blocks.retired)) * size
-    empty = num_slots - num_computed
+    retired = [each.block_table for each in blocks.retired]
+    num_retired = sum(len(each) - sum(map(each.count, blocks.blank)) for each in retired)
+    physical = (pool.num_used - len(blocks.blank) - num_retired) * size
     # The last token of a sequence is never computed and takes no slot.
-    reserved = int(np.minimum(np.maximum(rows.max_len[active] - 1 - num_computed, 0), empty).sum())
-    num_empty = min(int(empty.sum()), physical)
+    left = np.maximum(rows.max_len[active] - 1 - num_computed, 0)
+    held = num_empty = reserved = 0
+    for num_groups, before, end in ((groups.num_full, 0, num_slots), (groups.num_windowed, *_windows(scheduler))):
+        empty = np.maximum(end - num_computed, 0)
+        held += num_groups * int((end - before).sum())
+        num_empty += num_groups * int(empty.sum())
+        reserved += num_groups * int(np.minimum(left, empty).sum())
+    num_empty = min(num_empty, physical)
     reserved = min(reserved, num_empty)
     return MemoryUse(
         total=pool.num_blocks * size,
@@ -52,6 +59,18 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
         shared=max(held - physical, 0),
         cached=pool.num_cached * size,
     )
+
+
+def _windows(scheduler: Scheduler) -> tuple[Array, Array]:
+    """The first slot, and the end of the slots, of each active row in each windowed group. int64[n] each."""
+    rows, batch, size = scheduler.batch.rows, scheduler.batch, scheduler.config.block_size
+    active = rows.active.nonzero()[0]
+    if not batch.blocks.blank:
+        return np.zeros_like(active), np.zeros_like(active)
+    # A table has blank entries before the window, and after the blocks for the next chunk of a prompt.
+    known = np.array([batch.sequence(row).windows_end for row in active.tolist()], np.int64)
+    ahead = np.maximum(-(-rows.num_entered[active] // size) - known, 0)
+    return rows.windows_start[active] * size, rows.num_slots[active] - ahead * size
 
 
 class Limit(enum.Enum):

@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, cast
 
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+
+_COMPARED_TOKENS, _MAX_WASTE = 8192, 1.03
+"""As in `worker_svc.device.layer_cut`."""
 
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
@@ -23,6 +28,7 @@ class ModelShape:
         is_tied: Whether the head is the table of embeddings.
         dtype_bytes: Bytes of a weight, and of an element of the KV pool.
         max_model_len: Maximum number of tokens of a sequence.
+        num_windowed: Layers that read only the last `window` tokens.
     """
 
     name: str
@@ -39,6 +45,8 @@ class ModelShape:
     num_positions: int = 0
     is_tied: bool = False
     dtype_bytes: int = 2
+    num_windowed: int = 0
+    window: int = 0
 
     @classmethod
     def opt(cls, name: str, num_layers: int, hidden_size: int, num_heads: int) -> Self:
@@ -77,9 +85,11 @@ class ModelShape:
         ffn = {"GPT2LMHeadModel": "n_inner", "OPTForCausalLM": "ffn_dim"}.get(model.architecture, "intermediate_size")
         # Two rows of OPT's table are never used.
         learned = max_len + 2 if is_opt else max_len if is_gpt2 else 0
+        num_layers = config.number("n_layer" if is_gpt2 else "num_hidden_layers")
+        num_windowed = config.num_windowed(num_layers)
         return cls(
             name=model.name,
-            num_layers=config.number("n_layer" if is_gpt2 else "num_hidden_layers"),
+            num_layers=num_layers,
             hidden_size=hidden,
             num_heads=heads,
             num_kv_heads=config.number("num_key_value_heads", heads),
@@ -92,6 +102,8 @@ class ModelShape:
             num_positions=learned,
             is_tied=bool(config.values.get("tie_word_embeddings", is_gpt2 or is_opt)),
             dtype_bytes=DTYPE_BYTES.get(str(config.values.get("dtype") or config.values.get("torch_dtype")), 2),
+            num_windowed=num_windowed,
+            window=config.number("sliding_window") if num_windowed else 0,
         )
 
     def with_dtype(self, dtype: str) -> Self:
@@ -137,8 +149,35 @@ class ModelShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Bytes of the keys and values of one token, in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block: `block_size` tokens of the layers of one group."""
+        return self.cut(block_size)[0] * self.slot_bytes // self.num_layers * block_size
+
+    def cut(self, block_size: int) -> tuple[int, LayerGroups]:
+        """The layers of a group, and the groups, as a worker cuts them: groups of equal bytes, with the most layers a
+        group among the cuts that take little memory."""
+        return _cut(self, block_size)
+
+    def read_tokens(self, all_tokens: int, in_windows: int) -> float:
+        """The mean over layers of the tokens that they read, if windowed layers read `in_windows` of `all_tokens`."""
+        return all_tokens - (all_tokens - min(all_tokens, in_windows)) * self.num_windowed / self.num_layers
+
+
+@cache
+def _cut(model: ModelShape, block_size: int) -> tuple[int, LayerGroups]:
+    cuts = [(model.num_layers, ONE_GROUP)]
+    num_tokens = min(_COMPARED_TOKENS, model.max_model_len)
+    # The last token of a prompt may have a step of its own, which then computes the token before it, too.
+    if model.num_windowed and model.window + 1 < model.max_model_len:
+        for layers in range(model.num_layers, 0, -1):
+            counts = (model.num_layers - model.num_windowed, model.num_windowed)
+            full, windowed = (-(-count // layers) for count in counts)
+            cuts.append((layers, LayerGroups(full, windowed, model.window + 1)))
+    sizes = [layers * groups.max_blocks(num_tokens, block_size) for layers, groups in cuts]
+    return next(cut for cut, size in zip(cuts, sizes, strict=True) if size <= _MAX_WASTE * min(sizes))
 
 
 _OTHER_KINDS = {
@@ -166,6 +205,14 @@ class _Config:
                 f"{self.path}: {name} is {value!r:.40}; it must be a whole number in [1, {_MAX_NUMBER:,}]"
             )
         return value
+
+    def num_windowed(self, num_layers: int) -> int:
+        """Layers with a window, by `layer_types`, or all but each `sliding_window_pattern`th layer."""
+        if isinstance(kinds := self.values.get("layer_types"), list):
+            return cast("list[object]", kinds).count("sliding_attention")
+        if self.values.get("sliding_window") and "sliding_window_pattern" in self.values:
+            return num_layers - num_layers // self.number("sliding_window_pattern")
+        return 0
 
     def refuse_other_kinds(self) -> None:
         for name, kind in _OTHER_KINDS.items():

@@ -51,10 +51,13 @@ class Roofline:
         return self._longer(read, flop)
 
     def _attention(self, work: StepWork) -> float:
-        model = self.model
-        moved = (work.context_tokens + work.num_tokens) * model.slot_bytes
+        model, num_rows = self.model, work.num_tokens - work.num_chunk_tokens + work.num_chunks
+        # Tokens that the layers read, and that they attend to: at most a window for each row, and for each new token.
+        context = model.read_tokens(work.context_tokens, num_rows * model.window + work.num_tokens)
+        attended = model.read_tokens(work.attended_pairs, work.num_tokens * model.window)
+        moved = (context + work.num_tokens) * model.slot_bytes
         # Scores and the sum of values: a multiplication and an addition for each element of a head, twice.
-        flop = 4 * model.num_layers * model.num_heads * model.head_dim * work.attended_pairs
+        flop = 4 * model.num_layers * model.num_heads * model.head_dim * attended
         return self._longer(moved, flop)
 
     def _longer(self, num_bytes: float, flop: float) -> float:
@@ -77,11 +80,11 @@ class Roofline:
 
     def _copies(self, work: StepWork) -> float:
         """Each block is read and written."""
-        moved = 2 * work.copied_blocks * self.model.slot_bytes * self.block_size
+        moved = 2 * work.copied_blocks * self.model.block_bytes(self.block_size)
         return moved / (self.hardware.bandwidth * self.hardware.num_devices)
 
     def _swaps(self, work: StepWork) -> float:
         """Swaps run before the step. Many small pieces take longer to launch than to move."""
-        pieces = work.swapped_blocks * 2 * self.model.num_layers
-        moved = work.swapped_blocks * self.model.slot_bytes * self.block_size / self.hardware.num_devices
+        pieces = work.swapped_blocks * 2 * self.model.cut(self.block_size)[0]
+        moved = work.swapped_blocks * self.model.block_bytes(self.block_size) / self.hardware.num_devices
         return max(moved / self.hardware.host_bandwidth, pieces * COPY_LAUNCH_S)

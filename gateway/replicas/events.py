@@ -190,7 +190,10 @@ class Welcome:
     role: ReplicaRole = field(default=ReplicaRole.BOTH, kw_only=True)
     kv_namespace: str = ""
     takes_offers: bool = False
-    num_layer_groups: int = 0
+    block_bytes: int = 0
+    full_groups: int = 0
+    windowed_groups: int = 0
+    window: int = 0
 
 
 @dataclass(slots=True)

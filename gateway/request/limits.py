@@ -1,7 +1,9 @@
 """The limits of requests: constants, and limits from settings and schedulers."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from gateway.replicas.events import Welcome
 from gateway.settings import GatewaySettings
@@ -67,13 +69,19 @@ DRAWING = {name: each.in_beam_search for name, each in NUMBERS.items() if each.i
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The KV memory of one replica, in blocks of `block_size` tokens of one of `num_groups` groups of layers. If there
-    are several, only the replica knows how long one sequence may be: `max_model_len` says it."""
+    """The KV memory of one replica, in blocks of `block_size` tokens of all layers. With windows, a sequence that is by
+    itself in its request may be longer than the pool."""
 
     num_blocks: int
     block_size: int
-    num_groups: int = 1
-    max_model_len: int = 0
+    has_windows: bool = False
+
+    @classmethod
+    def of(cls, welcome: Welcome) -> Self:
+        # One block is not for sequences if there are windows.
+        has_windows = welcome.windowed_groups > 0
+        num_groups = max(welcome.full_groups + welcome.windowed_groups, 1)
+        return cls((welcome.num_gpu_blocks - has_windows) // num_groups, welcome.block_size, has_windows)
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
         """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
@@ -81,12 +89,12 @@ class Pool:
         The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. The
         last token of each is never computed.
         """
-        if self.num_groups > 1 and num_sequences == 1:
-            return self.max_model_len
-        shared, num_blocks = prompt_tokens // self.block_size, self.num_blocks // self.num_groups
-        own = (num_blocks - shared) // num_sequences
+        if self.has_windows and num_sequences == 1:
+            return sys.maxsize
+        shared = prompt_tokens // self.block_size
+        own = (self.num_blocks - shared) // num_sequences
         longest = (shared + own) * self.block_size + 1
-        return max(longest, prompt_tokens + 1) if prompt_tokens <= num_blocks * self.block_size else longest
+        return max(longest, prompt_tokens + 1) if prompt_tokens <= self.num_blocks * self.block_size else longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,10 +149,7 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
     most = max_model_len if settings.max_prompt_tokens is None else settings.max_prompt_tokens
     return Limits(
-        pools=tuple(
-            Pool(each.num_gpu_blocks, each.block_size, max(each.num_layer_groups, 1), each.max_model_len)
-            for each in welcomes
-        ),
+        pools=tuple(map(Pool.of, welcomes)),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
         max_prompt_tokens=min(max_model_len - 1, most),

@@ -395,6 +395,13 @@ class Replica:
     """The device that the model runs on, for people; empty if the server does not say."""
     role: ReplicaRole = ReplicaRole.BOTH
     """The kind of work that gateways prefer to send there."""
+    block_bytes: int = 0
+    """Bytes of one block, in the workers of all ranks together; 0 if the server does not say."""
+    full_groups: int = 0
+    """Groups of layers that read all tokens; a block has tokens of the layers of one group."""
+    windowed_groups: int = 0
+    """Groups of layers that read the last `window` tokens only."""
+    window: int = 0
 
 
 @dataclass(frozen=True, slots=True)

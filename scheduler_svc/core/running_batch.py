@@ -289,6 +289,15 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
                 held[sequence.request.tenant] += len(table) - sum(map(table.count, self.blocks.blank))
         return held
 
+    def blocks_by_kind(self) -> tuple[int, int]:
+        """How many blocks of full and of windowed groups the sequences hold, as if none were shared."""
+        groups, full, held = self.blocks.groups, 0, 0
+        for sequence in self.rows.sequences:
+            table = [] if sequence is None else sequence.block_table
+            full += len(table) // groups.num_groups * groups.num_full
+            held += len(table) - sum(map(table.count, self.blocks.blank))
+        return full, held - full
+
     def num_new_tokens(self, group: SequenceGroup) -> int:
         """Tokens that each sequence of a running group got since the group entered, including steps in flight."""
         row = group.computing[0].row

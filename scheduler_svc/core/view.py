@@ -54,7 +54,8 @@ class Changes:
     gone      numbers of sequences that hold nothing any more
     progress  number, status, tokens, computed tokens of sequences for which one of them changed, flat
     lengths   number, length of the block table, if that changed, flat
-    tables    number, logical index, block id, for each entry that changed, flat; host blocks of swapped sequences
+    tables    number, index into the table, block id, for each entry that changed, flat; host blocks of swapped
+              sequences
     names     blocks with another name now, and that name
     pins      block, number of pins that hold it now, flat
     """
@@ -79,7 +80,7 @@ class Changes:
         return len(self.tables) // 3 + len(self.names) + len(self.pins) // 2 >= _MAX_ENTRIES
 
     def extend_table(self, number: int, first: int, blocks: SequenceOf[BlockId]) -> None:
-        """Adds the entries of a table from the logical index `first` on."""
+        """Adds the entries of a table from the index `first` on."""
         rows = zip(itertools.repeat(number), itertools.count(first), blocks, strict=False)
         self.tables += itertools.chain.from_iterable(rows)
 
@@ -258,11 +259,14 @@ def _compare(before: _Seen, now: _Seen, changes: Changes) -> None:
     num_known = len(known)
     if len(table) != num_known:
         changes.lengths += (now.number, len(table))
-    # Most tables only grow, and this one comparison runs in C.
-    if table[:num_known] != known:
-        for index, (block, old) in enumerate(zip(table, known, strict=False)):
-            if block != old:
-                changes.tables += (now.number, index, block)
+    # Most tables only grow, or change in few places, and these comparisons run in C.
+    for first in range(0, num_known, _NAMES_AT_ONCE):
+        olds = known[first : first + _NAMES_AT_ONCE]
+        blocks = table[first : first + len(olds)]
+        if blocks != olds:
+            for index, (block, old) in enumerate(zip(blocks, olds, strict=False), first):
+                if block != old:
+                    changes.tables += (now.number, index, block)
     changes.extend_table(now.number, num_known, table[num_known:])
 
 
@@ -311,21 +315,26 @@ def _why_held(scheduler: Scheduler, group: SequenceGroup) -> Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A sequence that holds a block, the block's place in its table, and the tokens of its computed slots."""
+    """A sequence that holds a block, the block's logical index, the tokens of its computed slots, and its group of
+    layers."""
 
     sequence: Sequence
     logical_index: int
     token_ids: SequenceOf[int]
+    group: int = 0
 
 
 def owners(scheduler: Scheduler, block: BlockId, *, is_host: bool) -> list[Owner]:
     """The live sequences that hold a block of the GPU pool, or of the host pool."""
-    size = scheduler.config.block_size
+    size, num_groups = scheduler.config.block_size, scheduler.config.groups.num_groups
     found: list[Owner] = []
+    blocks = scheduler.batch.blocks
+    if block in (blocks.blank_on_host if is_host else blocks.blank):
+        return found
     for group in scheduler.swapped if is_host else scheduler.running:
         for sequence in group.unfinished:
             if block in sequence.block_table:
-                index = sequence.block_table.index(block)
+                index, group = divmod(sequence.block_table.index(block), num_groups)
                 end = min((index + 1) * size, scheduler.num_computed_tokens(sequence))
-                found.append(Owner(sequence, index, sequence.token_ids[index * size : end]))
+                found.append(Owner(sequence, index, sequence.token_ids[index * size : end], group))
     return found

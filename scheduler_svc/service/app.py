@@ -45,7 +45,7 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
             on_attached()
 
     loop = StepLoop(settings, requests, metrics, spans, report_readiness, identity)
-    metrics.watch(lambda: loop.replica.scheduler, requests)
+    metrics.watch(lambda: loop.replica.scheduler, requests, lambda: loop.replica.block_bytes)
 
     operators = None if identity is None else ServerTls.for_operators(identity)
     register_process(metrics.registry, () if identity is None else (identity.certificate, identity.authority))

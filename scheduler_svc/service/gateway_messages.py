@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
 from google.rpc import code_pb2
@@ -19,6 +20,7 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.paging.block_tables import LayerGroups
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -193,7 +195,10 @@ def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.C
             role=replica.role.message,
             kv_namespace=replica.kv_source.kv_namespace,
             takes_offers=True,
-            num_layer_groups=config.groups.num_groups if config.groups.num_groups > 1 else 0,
+            block_bytes=replica.block_bytes,
+            full_groups=config.full_groups,
+            windowed_groups=config.windowed_groups,
+            window=config.window,
         )
     )
 
@@ -358,7 +363,7 @@ async def state_message(
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         snapshots = [_snapshot_of(scheduler, sequence) for sequence in sequences]
-        await _add_sequences(message, snapshots, scheduler.config.block_size)
+        await _add_sequences(message, snapshots, scheduler.config.groups)
     return message
 
 
@@ -387,7 +392,7 @@ async def blocks_message(scheduler: Scheduler | None, request_id: str | None) ->
         (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
     ]
     block_size = scheduler.config.block_size
-    await _add_sequences(message, snapshots, block_size)
+    await _add_sequences(message, snapshots, scheduler.config.groups)
     for start in range(0, len(cached), _BLOCKS_AT_ONCE):
         for block, content in cached[start : start + _BLOCKS_AT_ONCE]:
             message.cached.add(block_id=block, filled=block_size, block_hash=content)
@@ -409,9 +414,10 @@ def _worker_messages(replica: Replica, loading: LoadProgress | None) -> list[sch
 
 
 class _Snapshot(NamedTuple):
-    """A sequence, and the reference count and hash of each block of its table."""
+    """A sequence, and the place in its table, reference count and hash of each of its blocks."""
 
     state: scheduler_pb2.SequenceState
+    places: SequenceOf[int]
     blocks: tuple[BlockId, ...]
     ref_counts: list[int]
     hashes: list[BlockHash | None]
@@ -419,7 +425,8 @@ class _Snapshot(NamedTuple):
 
 def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
     is_swapped = sequence.status is SequenceStatus.SWAPPED
-    pool = scheduler.batch.blocks.host.pool if is_swapped else scheduler.batch.blocks.pool
+    blocks = scheduler.batch.blocks
+    pool, blanks = (blocks.host.pool, blocks.blank_on_host) if is_swapped else (blocks.pool, blocks.blank)
     state = scheduler_pb2.SequenceState(
         request_id=sequence.request.request_id,
         sequence_index=sequence.index,
@@ -427,22 +434,28 @@ def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
         num_tokens=sequence.num_tokens,
         num_computed_tokens=scheduler.num_computed_tokens(sequence),
     )
-    table = tuple(sequence.block_table)
-    return _Snapshot(state, table, pool.ref_counts_of(table), pool.hashes_of(table))
+    table, places = tuple(sequence.block_table), range(len(sequence.block_table))
+    if blanks:
+        places = [place for place in places if table[place] not in blanks]
+        table = tuple(table[place] for place in places)
+    return _Snapshot(state, places, table, pool.ref_counts_of(table), pool.hashes_of(table))
 
 
 async def _add_sequences(
     message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse,
     snapshots: Iterable[_Snapshot],
-    block_size: int,
+    groups: LayerGroups,
 ) -> None:
-    num_blocks = 0
+    block_size, num_groups, num_blocks = groups.block_size, groups.num_groups, 0
     for state, *blocks in snapshots:
         sequence = message.sequences.add()
         sequence.CopyFrom(state)
-        for index, (block, ref_count, content) in enumerate(zip(*blocks, strict=True)):
+        for place, block, ref_count, content in zip(*blocks, strict=True):
+            index, group = divmod(place, num_groups)
             filled = min(max(state.num_computed_tokens - index * block_size, 0), block_size)
-            sequence.block_table.add(block_id=block, filled=filled, ref_count=ref_count, block_hash=content)
+            entry = sequence.block_table.add(block_id=block, filled=filled, ref_count=ref_count, block_hash=content)
+            if num_groups > 1:
+                entry.group, entry.logical_index = group, index
             num_blocks += 1
             if num_blocks % _BLOCKS_AT_ONCE == 0:
                 await asyncio.sleep(0)

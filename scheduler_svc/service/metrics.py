@@ -147,9 +147,15 @@ class SchedulerMetrics:
     def found_at_fault(self, failure: RequestFailure) -> None:
         self._at_fault.labels(failure.reason).inc()
 
-    def watch(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
-        """Adds the state of the core and of the table of requests to scrapes."""
-        self.registry.register(_State(scheduler_of, requests))
+    def watch(
+        self,
+        scheduler_of: Callable[[], Scheduler | None],
+        requests: Requests,
+        block_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Adds the state of the core and of the table of requests to scrapes. `block_bytes` returns the bytes of a
+        block of the attached workers, 0 if they are not known."""
+        self.registry.register(_State(scheduler_of, requests, block_bytes))
         if self._tenants is not None:
             self._tenants.watch(scheduler_of, requests)
 
@@ -157,9 +163,12 @@ class SchedulerMetrics:
 class _State(Collector):
     """The state and counters of the core and the table of requests, read at scrape time in another thread."""
 
-    def __init__(self, scheduler_of: Callable[[], Scheduler | None], requests: Requests) -> None:
+    def __init__(
+        self, scheduler_of: Callable[[], Scheduler | None], requests: Requests, block_bytes: Callable[[], int]
+    ) -> None:
         self._scheduler_of = scheduler_of
         self._requests = requests
+        self._block_bytes = block_bytes
 
     def collect(self) -> Iterable[Metric]:
         requests = self._requests
@@ -174,8 +183,14 @@ class _State(Collector):
         lengths = {name: len(queue) for name, queue in queues.items()}
         yield _gauges("live_requests", "Live requests.", "queue", lengths)
         pool, host = scheduler.batch.blocks.pool, scheduler.batch.blocks.host.pool
-        blocks = _blocks_of(pool) | {"pinned": scheduler.pins.num_pinned}
+        blocks, block_bytes = _blocks_of(pool) | {"pinned": scheduler.pins.num_pinned}, self._block_bytes()
         yield _gauges("gpu_blocks", "Blocks of the GPU pool.", "state", blocks)
+        sizes = {state: number * block_bytes for state, number in blocks.items()}
+        yield _gauges("gpu_bytes", "Bytes of these blocks, in all ranks together.", "state", sizes)
+        help_text = "Bytes of blocks in the tables of running sequences, by kind of layers; shared ones count for each."
+        full, windowed = scheduler.batch.blocks_by_kind()
+        by_kind = {"full": full * block_bytes, "windowed": windowed * block_bytes}
+        yield _gauges("running_bytes", help_text, "layers", by_kind)
         yield _gauge(
             "kv_cache_usage", "Share of the GPU pool that is in use, 1 is all.", pool.num_used / pool.num_blocks
         )
@@ -262,10 +277,7 @@ class _TenantMetrics(Collector):
                 numbers = self._by_label((tenant, queue.num_of(tenant)) for tenant in list(queue.tenants()))
                 for label, number in numbers.items():
                     live.add_metric([label, name], number)
-            rows = scheduler.batch.rows
-            active = np.flatnonzero(rows.active)
-            held = zip(rows.tenant[active], rows.num_slots[active] // scheduler.config.block_size, strict=True)
-            for label, number in self._by_label((tenant, int(number)) for tenant, number in held).items():
+            for label, number in self._by_label(scheduler.batch.blocks_by_tenant().items()).items():
                 blocks.add_metric([label], number)
         yield live
         yield blocks

@@ -134,6 +134,11 @@ class Replica:
         self._num_leaving = 0
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, in the workers of all ranks together; 0 before the first worker."""
+        return 0 if self.info is None else self.info.block_bytes * len(self.workers)
+
+    @property
     def num_live(self) -> int:
         return 0 if self.scheduler is None else self.scheduler.num_live
 

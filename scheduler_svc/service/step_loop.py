@@ -363,6 +363,6 @@ class StepLoop:
             is_attached=replica.is_attached,
             is_draining=self.lifecycle.is_draining,
             num_gateways=self._requests.num_connected,
-            block_bytes=0 if replica.info is None else replica.info.block_bytes * len(replica.workers),
+            block_bytes=replica.block_bytes,
             first_token_ms=self._metrics.served.first_token_ms(),
         )

@@ -144,6 +144,16 @@ def numbers(replica: ReplicaNow, counts: ReplicaNumbers, num_watchers: int) -> R
     config = scheduler.config
     message.num_blocks, message.num_host_blocks = config.num_blocks, config.num_host_blocks
     message.block_size, message.policy = config.block_size, config.policy.value
+    message.full_groups, message.windowed_groups, message.window = (
+        config.full_groups,
+        config.windowed_groups,
+        config.window,
+    )
+    blocks = scheduler.batch.blocks
+    for blank in blocks.blank:
+        message.blank_block = blank
+    for blank in blocks.blank_on_host:
+        message.blank_host_block = blank
     message.max_num_seqs, message.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
     add_queues(message, scheduler)
     message.running_sequences = int(np.count_nonzero(scheduler.batch.rows.active))
@@ -272,6 +282,7 @@ def block_message(
             tenant=owner.sequence.request.tenant,
             sequence_index=owner.sequence.index,
             logical_index=owner.logical_index,
+            group=owner.group,
             token_ids=encode_int32(owner.token_ids),
         )
     return message

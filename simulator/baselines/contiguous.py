@@ -10,8 +10,7 @@ tables may hold, which do not exist here.
 import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
 
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
@@ -82,24 +81,22 @@ class ContiguousBlocks(BlockManager):
 
     reservation: Reservation
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        super().__init__(num_blocks, block_size, watermark=0.0)
-        self.pool: RegionPool = RegionPool(num_blocks)
+    def __init__(self, config: SchedulerConfig) -> None:
+        if config.policy is not PolicyKind.FCFS:
+            raise ValueError(f"policy is {config.policy.value}; contiguous regions take fcfs only")
+        if config.groups.num_groups > 1:
+            raise ValueError(f"the layers are in {config.groups.num_groups} groups; contiguous regions take one only")
+        super().__init__(replace(config, watermark=0.0))
+        self.pool: RegionPool = RegionPool(config.num_blocks)
         self.num_copied_blocks = 0
         self.num_reserved_slots = 0
         """Slots that were requested; a region may be larger."""
         self.num_needed_slots = 0
         """Slots of all sequences that hold a region, once each has its last token."""
-        self._max_model_len = max_model_len
+        self._max_model_len = config.max_model_len
         self._pieces: dict[BlockId, int] = {}
         """First block -> size, of the regions in use."""
         self._of_request: dict[RequestKey, _Regions] = {}
-
-    @classmethod
-    def of(cls, config: SchedulerConfig) -> Self:
-        if config.policy is not PolicyKind.FCFS:
-            raise ValueError(f"policy is {config.policy.value}; contiguous regions take fcfs only")
-        return cls(config.num_blocks, config.block_size, config.max_model_len)
 
     def slots_for(self, request: Request) -> int:
         """Slots that each sequence of the request reserves."""
@@ -238,8 +235,8 @@ class RequestLevelBatches(ContiguousBlocks):
 
     reservation = Reservation.MAX
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int) -> None:
-        super().__init__(num_blocks, block_size, max_model_len)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self.batches: list[list[RequestKey]] = []
         self._batch: list[Sequence] = []
         self._over: list[Sequence] = []

@@ -12,6 +12,7 @@ import zmq.asyncio
 
 END_OF_REPLAY = b"\xff" * 8
 _STORED = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
+_OF_GROUPS = ("extra_keys", "group_idx")
 _FIELDS = {"BlockStored": _STORED, "BlockRemoved": ("block_hashes", "medium"), "AllBlocksCleared": ()}
 
 
@@ -22,7 +23,12 @@ def events_in(payload: bytes) -> list[tuple[str, dict[str, Any]]]:
     assert rank == 0
     named = []
     for event in events:
-        fields = dict(event) if isinstance(event, dict) else dict(zip(("type", *_FIELDS[event[0]]), event, strict=True))
+        if isinstance(event, dict):
+            fields = dict(event)
+        else:
+            has_group = len(event) == 1 + len(_STORED) + len(_OF_GROUPS)
+            names = ("type", *_FIELDS[event[0]], *(_OF_GROUPS if has_group else ()))
+            fields = dict(zip(names, event, strict=True))
         named.append((fields.pop("type"), fields))
     return named
 

@@ -81,6 +81,7 @@ def block_object(answer: scheduler_pb2.ReadBlockResponse, tenant: str, text_of: 
                 "tenant": owner.tenant,
                 "sequence_index": owner.sequence_index,
                 "logical_index": owner.logical_index,
+                "group": owner.group,
                 "num_tokens": len(token_ids),
                 "tokens": [text_of(each) for each in token_ids] if owner.tenant == tenant else None,
             }

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from quire.client import Replica
 from quire.common.v1 import common_pb2
 from quire.rpc.process import missing_package
+from quire_cli import status
 from quire_cli.main import COMMANDS, GROUPS, main
 from tests.support.fake_gateway import FakeGatewayThread, running_fake_gateway
 
@@ -135,6 +138,17 @@ def test_status_shows_health_models_and_replicas_as_text_and_as_json(run: Run, g
     assert described["serving"] is True
     assert described["models"][0]["name"] == "fake"
     assert described["replicas"][0]["connected"] is True
+
+
+def test_status_shows_bytes_and_groups_of_layers() -> None:
+    replica = Replica("s", True, 1, 16, 2048, 0, 8, 64, None, block_bytes=1 << 20, full_groups=1, windowed_groups=5)
+    told = status._replica_line(replace(replica, window=1025))
+    assert told == (
+        "replica s: 2048 blocks of 16 tokens in one of 6 groups of layers, 5 with a window of 1,025 tokens (2.00 GiB), "
+        "8 sequences and 64 tokens a step"
+    )
+    dense = status._replica_line(replace(replica, windowed_groups=0))
+    assert dense == "replica s: 2048 blocks of 16 tokens (2.00 GiB), 8 sequences and 64 tokens a step"
 
 
 @pytest.fixture

@@ -15,8 +15,9 @@ from scheduler_svc.core.step import StepWork
 from simulator.costs import StepSeconds
 from simulator.engine import StuckError, simulate
 from simulator.load import LoadArrivals
-from simulator.memory import Limit
+from simulator.memory import Limit, paged_memory
 from simulator.replica import Outcome, Replica
+from tests.support.core_driver import Driver, make_config, make_request
 
 CONFIG = SchedulerConfig(
     num_blocks=64, block_size=16, max_num_seqs=16, max_num_batched_tokens=256, max_model_len=512, num_host_blocks=32
@@ -139,6 +140,20 @@ def test_every_request_gets_all_its_tokens_under_pressure(mode: PreemptionMode) 
     for memory in (step.memory for step in outcome.simulation.steps):
         assert min(memory.tokens, memory.reserved, memory.wasted, memory.shared, memory.cached) >= 0
         assert memory.tokens + memory.reserved + memory.wasted + memory.cached <= memory.total
+
+
+def test_the_use_of_a_pool_of_groups_counts_only_blocks_that_are_held() -> None:
+    driver = Driver(make_config(num_blocks=100, windowed_groups=2, window=10, max_num_batched_tokens=12))
+    for handle, length in enumerate((50, 9, 31)):
+        driver.submit(make_request(handle, prompt_len=length, max_tokens=40, prompt=[handle] * length))
+    blocks, most = driver.scheduler.batch.blocks, 0
+    for _ in range(40):
+        driver.run_steps(1)
+        memory, tables = paged_memory(driver.scheduler), driver.scheduler.batch.blocks_by_kind()
+        assert (memory.shared, memory.total) == (0, 400)
+        assert memory.tokens + memory.reserved + memory.wasted == 4 * sum(tables) == 4 * (blocks.pool.num_used - 1)
+        most = max(most, memory.tokens)
+    assert most > 4 * 30
 
 
 def test_each_step_says_what_limited_it() -> None:

@@ -92,6 +92,25 @@ def test_a_configuration_without_a_cost_model_is_refused(tmp_path: Path, changes
         ModelShape.read(directory)
 
 
+@pytest.mark.parametrize(
+    "windows", [{"layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}, {"sliding_window_pattern": 6}]
+)
+def test_layers_with_a_window_are_groups_of_their_own(tmp_path: Path, windows: dict[str, Any]) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4, "intermediate_size": 128}
+    limits = {"vocab_size": 100, "max_position_embeddings": 32768}
+    config = {"architectures": ["Gemma3ForCausalLM"], **sizes, **limits, "sliding_window": 512}
+    dense, shape = (ModelShape.read(write_config(tmp_path, **config, **each)) for each in ({}, windows))
+    assert (shape.num_windowed, shape.window, dense.num_windowed) == (10, 512, 0)
+    layers, groups = shape.cut(16)
+    assert (layers, groups.num_full, groups.num_windowed, groups.window) == (2, 1, 5, 513)
+    assert shape.block_bytes(16) == 2 * shape.slot_bytes * 16 // 12
+    assert (dense.cut(16)[0], dense.block_bytes(16)) == (12, 16 * dense.slot_bytes)
+    # A decode at 16,384 tokens reads a window in ten of the layers.
+    one = work(num_tokens=1, num_samples=1, context_tokens=16384, attended_pairs=16384)
+    full, windowed = (Roofline(each, A100)._attention(one) for each in (dense, shape))
+    assert windowed / full == pytest.approx((2 * 16384 + 10 * 513) / (12 * 16384), rel=0.01)
+
+
 def test_hardware_that_is_not_known_or_too_small_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r'"a200" is not known; there are a100-40gb, .* NAME-xN'):
         Hardware.named("a200")

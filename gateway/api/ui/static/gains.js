@@ -10,26 +10,27 @@ export function regionBlocks(maxModelLen, blockSize) {
 }
 
 // The sequences in GPU memory, in blocks and slots; null if there are none. `tokens` of Quire counts shared tokens only
-// once.
+// once. A region has slots of all groups of layers.
 export function gainsOf(memory, maxModelLen) {
-  const { gpu, shape: { blockSize } } = memory;
+  const { gpu, shape: { blockSize, blockBytes, numGroups } } = memory;
   const sequences = [...memory.sequences.values()].filter(
     ({ status, table }) => status !== STATUS.swapped && status !== STATUS.finished && table.length,
   );
   if (!sequences.length || !maxModelLen) return null;
   const requests = new Set(sequences.map((each) => each.request_id)).size;
-  const named = sequences.reduce((sum, each) => sum + each.table.length, 0);
-  const held = new Set(sequences.flatMap((each) => each.table));
+  const tables = sequences.map((each) => memory.blocksOf(each));
+  const named = tables.reduce((sum, table) => sum + table.length, 0), held = new Set(tables.flat());
   let tokens = 0;
   for (const block of held) tokens += memory.filled(gpu, block);
-  const region = regionBlocks(maxModelLen, blockSize), regions = Math.floor(gpu.size / region);
-  const ownTokens = sequences.reduce((sum, each) => sum + each.computed, 0);
+  const region = numGroups * regionBlocks(maxModelLen, blockSize), regions = Math.floor(gpu.size / region);
+  const ownTokens = numGroups * sequences.reduce((sum, each) => sum + each.computed, 0);
   const fits = Math.floor(gpu.size / (held.size / requests));
   const fitsOrca = Math.floor(regions / (sequences.length / requests));
   return {
     sequences, requests, held: held.size, saved: named - held.size, named,
-    filled: tokens / (held.size * blockSize), fits,
+    filled: tokens / (held.size * blockSize), fits, bytes: held.size * blockBytes,
     orca: {
+      bytes: sequences.length * region * blockBytes,
       region, regions, reserved: sequences.length * region, fits: fitsOrca,
       filled: ownTokens / (sequences.length * region * blockSize),
     },

@@ -11,8 +11,8 @@ export class Ghost {
     this.palette = palette;
   }
 
-  // Draws `gains` (gains.js) for blocks of `blockSize` slots.
-  draw(gains, blockSize, width, height) {
+  // Draws `gains` (gains.js). Each cell takes `tokens` tokens of all layers.
+  draw(gains, tokens, width, height) {
     const { region, regions } = gains.orca;
     const shown = gains.sequences.slice(0, regions), count = shown.length * region;
     let cell = Math.max(MIN_CELL, Math.min(MAX_CELL, Math.floor(Math.sqrt((width * height) / Math.max(1, count)))));
@@ -29,7 +29,7 @@ export class Ghost {
         const at = place * region + index, row = Math.floor(at / columns);
         if (row >= rows) return;
         const x = (at % columns) * cell, y = row * cell;
-        const share = Math.min(1, Math.max(0, sequence.computed / blockSize - index));
+        const share = Math.min(1, Math.max(0, sequence.computed / tokens - index));
         const full = side < 8 ? (share > 0 ? side : 0) : Math.round(side * share);
         context.globalAlpha = 0.22;
         context.fillRect(x, y, side, side - full);

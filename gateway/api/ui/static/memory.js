@@ -1,6 +1,6 @@
 // The view of memory: every block of the pools as a cell, with its owners and its events.
 
-import { find, isCalm, make, percent, whole } from "./dom.js";
+import { bytes, find, isCalm, make, percent, whole } from "./dom.js";
 import { EventLog } from "./events.js";
 import { gainsOf } from "./gains.js";
 import { Ghost } from "./ghost.js";
@@ -222,7 +222,8 @@ export class MemoryView {
     }
     find("#orca").hidden = this.gains === null;
     if (this.gains !== null) {
-      this.ghost.draw(this.gains, shape.blockSize, find("#orca-frame").clientWidth, this.grids.gpu.drawnHeight);
+      const tokens = shape.blockSize / shape.numGroups;
+      this.ghost.draw(this.gains, tokens, find("#orca-frame").clientWidth, this.grids.gpu.drawnHeight);
     }
     this.writePool();
     if (isMoving && !isCalm()) this.change();
@@ -232,7 +233,7 @@ export class MemoryView {
   blocksOfSelected(name) {
     const sequence = this.selected && this.memory.sequences.get(this.selected);
     if (!sequence) return null;
-    return new Set((sequence.status === STATUS.swapped) === (name === "host") ? sequence.table : []);
+    return new Set((sequence.status === STATUS.swapped) === (name === "host") ? this.memory.blocksOf(sequence) : []);
   }
 
   writeTime(history) {
@@ -286,11 +287,12 @@ export class MemoryView {
   writeGains() {
     const { gains } = this, unknown = "–";
     find("#gains-of").textContent = this.isIdle && gains !== null ? "of the last load" : "on this load";
-    const facts = gains === null ? [[unknown, "", 0, 0], [unknown, ""], [unknown, ""]] : [
+    const facts = gains === null ? [[unknown, "", 0, 0], ...Array(3).fill([unknown, ""])] : [
       [percent(gains.filled), `Orca (Max): ${percent(gains.orca.filled)}`, gains.filled, gains.orca.filled],
       [whole(gains.saved), `${whole(gains.held)} blocks instead of ${whole(gains.named)}`],
       [gains.ratio === null ? "any" : `${gains.ratio.toFixed(1)}×`,
         `${whole(gains.fits)} like these fit at their size now; Orca (Max): ${whole(gains.orca.fits)}`],
+      [bytes(gains.bytes), `Orca (Max), all layers: ${bytes(gains.orca.bytes)}`],
     ];
     const meters = document.querySelectorAll("#gains .meter");
     facts.forEach(([value, more, ...shares], place) => {
@@ -352,7 +354,7 @@ export class MemoryView {
 
   updateEntry(entry, sequence) {
     entry.chip.style.background = this.palette.of(sequence);
-    entry.facts.textContent = `${whole(sequence.computed)} tokens · ${sequence.table.length} blocks`;
+    entry.facts.textContent = `${whole(sequence.computed)} tokens · ${this.memory.blocksOf(sequence).length} blocks`;
     entry.button.setAttribute("aria-pressed", String(sequence.number === this.selected));
   }
 
@@ -462,6 +464,7 @@ export class MemoryView {
       ["state", memory.stateOf(pool, block) + (pins ? `, pinned by ${pins}` : "")],
       ["slots", `${memory.filled(pool, block)} of ${memory.shape.blockSize} hold tokens`],
       ["references", whole(pool.refs[block])],
+      ...(pool.owners[block] && memory.shape.numGroups > 1 ? [["layers", memory.kindOf(pool.groups[block])]] : []),
       ["hash", this.tokens?.block_hash ?? (memory.isNamed(pool, block) ? `${memory.names[block]}…` : "not sealed")],
     ];
     // Called ten times a second: unchanged elements stay, so that they can be selected.
@@ -483,7 +486,7 @@ export class MemoryView {
   }
 
   ownerOf(sequence, block) {
-    const place = sequence.table.indexOf(block);
+    const place = Math.floor(sequence.table.indexOf(block) / this.memory.shape.numGroups);
     const found = this.tokens?.owners.find(
       (each) => each.request_id === sequence.request_id && each.sequence_index === sequence.sequence_index,
     );

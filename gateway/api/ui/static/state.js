@@ -13,11 +13,13 @@ export function* rows(flat, width) {
   for (let start = 0; start + width <= flat.length; start += width) yield flat.slice(start, start + width);
 }
 
-// Sequences with their block tables, the names of blocks, and pins. `refs`, `owners` and `places` are derived: number
-// of tables and pins that hold a block, the first sequence that holds it (0: none), and the block's place in its table.
+// Sequences with their block tables, the names of blocks, and pins. A table has an entry for each group of layers and
+// logical block, and the entry `blank` for blocks that no layer reads. `refs`, `owners`, `places` and `groups` are
+// derived: number of tables and pins that hold a block, the first sequence that holds it (0: none), the block's logical
+// index there, and its group.
 export class Memory {
   constructor() {
-    this.shape = { numBlocks: 0, numHostBlocks: 0, blockSize: 16 };
+    this.shape = { numBlocks: 0, numHostBlocks: 0, blockSize: 16, blockBytes: 0, numFull: 1, numGroups: 1, window: 0 };
     this.sequences = new Map();
     this.names = [];
     this.pins = new Map();
@@ -33,6 +35,9 @@ export class Memory {
       this.names = new Array(numbers.num_blocks).fill("");
       this.shape = {
         numBlocks: numbers.num_blocks, numHostBlocks: numbers.num_host_blocks, blockSize: numbers.block_size,
+        blockBytes: numbers.block_bytes ?? 0, window: numbers.window ?? 0, numFull: numbers.full_groups ?? 1,
+        numGroups: Math.max(1, (numbers.full_groups ?? 1) + (numbers.windowed_groups ?? 0)),
+        blank: numbers.blank_block ?? null, blankOnHost: numbers.blank_host_block ?? null,
       };
     }
     for (const number of memory.gone) this.sequences.delete(number);
@@ -64,12 +69,28 @@ export class Memory {
   }
 
   derive() {
-    this.gpu = new Pool(this.shape.numBlocks);
-    this.host = new Pool(this.shape.numHostBlocks);
-    for (const sequence of this.sequences.values()) {
-      (sequence.status === STATUS.swapped ? this.host : this.gpu).hold(sequence);
-    }
+    const { numBlocks, numHostBlocks, numGroups, blank, blankOnHost } = this.shape;
+    this.gpu = new Pool(numBlocks, numGroups, blank);
+    this.host = new Pool(numHostBlocks, numGroups, blankOnHost);
+    for (const sequence of this.sequences.values()) this.poolOf(sequence).hold(sequence);
     for (const [block, count] of this.pins) this.gpu.refs[block] += count;
+  }
+
+  poolOf(sequence) {
+    return sequence.status === STATUS.swapped ? this.host : this.gpu;
+  }
+
+  // The blocks that a sequence holds.
+  blocksOf(sequence) {
+    const { blank } = this.poolOf(sequence);
+    return blank === null ? sequence.table : sequence.table.filter((block) => block !== blank);
+  }
+
+  // What the layers of a group read, in words; empty if the model has one group.
+  kindOf(group) {
+    const { numGroups, numFull, window } = this.shape;
+    if (numGroups === 1) return "";
+    return `group ${group}: ${group < numFull ? "all tokens" : `the last ${window} tokens`}`;
   }
 
   copy() {
@@ -96,6 +117,7 @@ export class Memory {
 
   // The state of a block, in one word.
   stateOf(pool, block) {
+    if (block === pool.blank) return "stands for blocks that no layer reads";
     if (pool.owners[block]) {
       const owner = this.sequences.get(pool.owners[block]);
       if (owner.status === STATUS.swapped) return "swapped";
@@ -109,27 +131,30 @@ export class Memory {
   holdersOf(pool, block) {
     const isHost = pool === this.host;
     return [...this.sequences.values()].filter(
-      (each) => (each.status === STATUS.swapped) === isHost && each.table.includes(block),
+      (each) => block !== pool.blank && (each.status === STATUS.swapped) === isHost && each.table.includes(block),
     );
   }
 }
 
 class Pool {
-  constructor(size) {
-    this.size = size;
+  constructor(size, numGroups, blank) {
+    Object.assign(this, { size, numGroups, blank: blank ?? null });
     this.refs = new Uint16Array(size);
     this.owners = new Uint32Array(size);
     this.places = new Uint32Array(size);
+    this.groups = new Uint8Array(size);
   }
 
   hold(sequence) {
     const { table, number } = sequence;
     for (let place = 0; place < table.length; place += 1) {
       const block = table[place];
+      if (block === this.blank) continue;
       this.refs[block] += 1;
       if (this.owners[block] === 0) {
         this.owners[block] = number;
-        this.places[block] = place;
+        this.places[block] = Math.floor(place / this.numGroups);
+        this.groups[block] = place % this.numGroups;
       }
     }
   }
@@ -229,8 +254,8 @@ function describe(memory, frame, before) {
     [EVENT.preempt]: (a, b) => (b
       ? [`preempted: ${name(a)} was swapped out`, [], find(a)]
       : [
-        `preempted: ${name(a)} will be computed again`, (before.get(a)?.table ?? []).map((block) => gpu(block)),
-        find(a),
+        `preempted: ${name(a)} will be computed again`,
+        before.has(a) ? memory.blocksOf(before.get(a)).map((block) => gpu(block)) : [], find(a),
       ]),
   };
   return [...rows(frame.memory.events, 4)].filter(([kind]) => kind in say).map(([kind, step, first, second]) => {

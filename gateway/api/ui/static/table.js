@@ -1,5 +1,5 @@
 // The block table of one sequence with its text, as figure 6 of the paper draws it: logical blocks in order, the text
-// in their slots, and the physical block of each.
+// in their slots, and the physical block of each, in each group of layers.
 
 import { make, whole } from "./dom.js";
 import { STATUS } from "./state.js";
@@ -36,8 +36,9 @@ export class BlockTable {
       this.recall(sequence);
     }
     this.sequence = sequence;
+    this.memory = memory;
     this.blockSize = memory.shape.blockSize;
-    this.pool = sequence.status === STATUS.swapped ? memory.host : memory.gpu;
+    this.pool = memory.poolOf(sequence);
     this.isOver = false;
     this.write();
     if (canRead && !this.isPrivate) this.readChanged();
@@ -50,9 +51,24 @@ export class BlockTable {
     this.write();
   }
 
-  // The places in the table that have a row.
+  get length() {
+    return Math.ceil(this.sequence.table.length / this.pool.numGroups);
+  }
+
+  // The entries of a logical block, by group of layers.
+  entriesOf(place) {
+    const { numGroups } = this.pool;
+    return this.sequence.table.slice(place * numGroups, (place + 1) * numGroups);
+  }
+
+  // The block from which the text of a logical block is read; undefined if no layer reads it.
+  blockOf(place) {
+    return this.entriesOf(place).find((block) => block !== this.pool.blank);
+  }
+
+  // The logical blocks that have a row.
   get places() {
-    const { length } = this.sequence.table;
+    const { length } = this;
     const all = Array.from({ length }, (_, place) => place);
     return length <= FIRST_ROWS + LAST_ROWS ? all : [...all.slice(0, FIRST_ROWS), ...all.slice(-LAST_ROWS)];
   }
@@ -63,18 +79,18 @@ export class BlockTable {
 
   // The key of a text that was read: a full block that stays in its place is read once.
   keyOf(place) {
-    return `${this.sequence.table[place]}:${this.filled(place)}`;
+    return `${this.blockOf(place)}:${this.filled(place)}`;
   }
 
   // The tokens that were read from the present block of a place; null if none were read.
   tokensAt(place) {
     const text = this.texts.get(place);
-    return text?.block === this.sequence.table[place] ? text.tokens.slice(0, this.filled(place)) : null;
+    return text !== undefined && text.block === this.blockOf(place) ? text.tokens.slice(0, this.filled(place)) : null;
   }
 
   write() {
     const { sequence } = this;
-    const places = this.places, refs = places.map((place) => this.pool.refs[sequence.table[place]]);
+    const { places } = this, refs = places.map((place) => this.entriesOf(place).map((each) => this.pool.refs[each]));
     const texts = places.map((place) => this.tokensAt(place));
     const written = JSON.stringify([sequence.number, sequence.status, sequence.computed, sequence.table, refs, texts,
       this.isOver, this.isPrivate]);
@@ -89,9 +105,9 @@ export class BlockTable {
     const status = this.isOver ? "over; its blocks are given back" : STATUS_NAMES[sequence.status];
     const kind = sequence.is_beam ? " · beam" : "", tenant = sequence.tenant ? ` · tenant ${sequence.tenant}` : "";
     this.facts.textContent = `${status}${kind}${tenant} · ${whole(sequence.computed)} tokens in ` +
-      `${whole(sequence.table.length)} blocks of ${this.blockSize}`;
+      `${whole(this.memory.blocksOf(sequence).length)} blocks of ${this.blockSize}`;
     const rows = places.map((place) => this.rowOf(place));
-    const left = sequence.table.length - places.length;
+    const left = this.length - places.length;
     if (left) {
       const cell = make("td", { colSpan: 4, className: "hint" }, `${whole(left)} logical blocks between`);
       rows.splice(FIRST_ROWS, 0, make("tr", {}, cell));
@@ -100,16 +116,22 @@ export class BlockTable {
   }
 
   rowOf(place) {
-    const block = this.sequence.table[place], filled = this.filled(place), count = this.pool.refs[block];
+    const filled = this.filled(place);
     const tokens = this.tokensAt(place), hint = (text) => make("span", { className: "hint" }, text);
     const text = tokens === null ? [hint(this.isPrivate ? "text of another tenant" : "…")]
       : [...tokens.map((each) => make("span", { className: "token" }, each)),
         ...(tokens.length < filled ? [hint("…")] : []),
         ...Array.from({ length: this.blockSize - filled }, () => make("span", { className: "slot" }))];
-    const shared = !this.isOver && count > 1 ? make("span", { className: "refs", title: "references" }, count) : "";
+    const physical = this.entriesOf(place).flatMap((block, group) => {
+      const gap = group ? " " : "";
+      if (block === this.pool.blank) return [gap, make("span", { title: this.memory.kindOf(group) }, "–")];
+      const count = this.pool.refs[block], isShared = !this.isOver && count > 1;
+      const shared = isShared ? make("span", { className: "refs", title: "references" }, count) : "";
+      return [gap, make("b", { title: this.memory.kindOf(group) }, block), shared];
+    });
     return make(
       "tr", {}, make("th", { scope: "row" }, place), make("td", { className: "text" }, ...text),
-      make("td", { className: "physical" }, "→ ", make("b", {}, block), shared),
+      make("td", { className: "physical" }, "→ ", ...physical),
       make("td", { className: "filled" }, `${filled}/${this.blockSize}`),
     );
   }
@@ -126,7 +148,8 @@ export class BlockTable {
   }
 
   async readOne(sequence, name, place) {
-    const block = sequence.table[place], key = this.keyOf(place), { texts } = this;
+    const block = this.blockOf(place), key = this.keyOf(place), { texts } = this;
+    if (block === undefined) return;
     const answer = await this.read(name, block);
     const owner = answer?.owners.find((each) => each.request_id === sequence.request_id &&
       each.sequence_index === sequence.sequence_index && each.logical_index === place);

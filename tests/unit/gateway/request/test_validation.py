@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,6 +307,18 @@ def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, fi
     for part in (f"{num_prompts} prompts", "sequences together", "at most 256", "send fewer prompts"):
         assert part in violation.description
     check_call(call_options(sampling), num_prompts - 1, LIMITS)
+
+
+def test_groups_of_layers_share_the_pool():
+    welcome: Any = SimpleNamespace(num_gpu_blocks=49, block_size=4, full_groups=1, windowed_groups=2)
+    pool = Pool.of(welcome)
+    assert pool == Pool(16, 4, has_windows=True)
+    # Sequences of one request hold all blocks of windows; the scheduler bounds one that is by itself.
+    assert pool.longest_sequence(8, 2) == Pool(16, 4).longest_sequence(8, 2)
+    assert pool.longest_sequence(8, 1) > 10**6
+    # A scheduler of an earlier release does not say.
+    welcome.full_groups = welcome.windowed_groups = 0
+    assert Pool.of(welcome) == Pool(49, 4)
 
 
 def test_errors_show_no_long_texts_of_the_caller():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.service import kv_events
 from scheduler_svc.service.kv_events import KvEventPublisher
@@ -40,6 +40,10 @@ class FakeSocket:
     def send_multipart(self, frames: list[bytes]) -> None:
         self.numbers.append(int.from_bytes(frames[1], "big"))
         self.payloads.append(frames[2])
+
+
+def number_of(name: BlockHash) -> int:
+    return int.from_bytes(name[-8:], "big")
 
 
 def make_publisher(**settings: Any) -> tuple[KvEventPublisher, Any]:
@@ -106,6 +110,35 @@ async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_
         *told[False],
         ("Removed", "STORAGE", [number[3]]),
     ]
+
+
+@pytest.mark.parametrize("format_", ["array", "map"])
+async def test_blocks_of_groups_of_layers_are_chains_of_their_own_with_the_number_of_the_group(format_: str) -> None:
+    publisher, socket = make_publisher(kv_events_format=format_)
+    names, tokens = [BlockHash(bytes([7 * number]) * 32) for number in (1, 2)], ([1, 2, 3, 4], [5, 6, 7, 8])
+    stored: dict[BlockHash, CachedTokens | None] = {
+        in_group(name, group): CachedTokens(parent, each, group=group)
+        for group in range(2)
+        for name, parent, each in zip(names, (None, names[0]), tokens, strict=True)
+    }
+    config = make_config(windowed_groups=1, window=6)
+    publisher.publish(CacheChanges(False, [in_group(names[0], 1)], stored), config)
+    publisher.publish(CacheChanges(False, [], {names[1]: CachedTokens(names[0], tokens[1])}), make_config())
+    await socket.until_read(publisher, b"\x01")
+    (_, removed), *told = events_in(socket.payloads[0])
+    assert removed == {"block_hashes": [number_of(in_group(names[0], 1))], "medium": "GPU"}
+    numbers = [[number_of(in_group(name, group)) for name in names] for group in range(2)]
+    assert [fields["block_hashes"] for _, fields in told] == numbers
+    # A block that leaves is not taken for the block of the same tokens in another group.
+    assert not set(numbers[0]) & set(numbers[1])
+    assert [(fields["parent_block_hash"], fields["group_idx"]) for _, fields in told] == [(None, 0), (None, 1)]
+    assert [fields["token_ids"] for _, fields in told] == [[*tokens[0], *tokens[1]]] * 2
+    # A model with one group has the fields of before, and the parent is the one in the block's own group.
+    ((_, alone),) = events_in(socket.payloads[1])
+    assert "group_idx" not in alone
+    publisher.publish(CacheChanges(False, [], {in_group(names[1], 1): CachedTokens(names[0], [], group=1)}), config)
+    ((_, later),) = events_in(socket.payloads[2])
+    assert later["parent_block_hash"] == numbers[1][0]
 
 
 @pytest.mark.parametrize(

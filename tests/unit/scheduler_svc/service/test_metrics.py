@@ -18,8 +18,8 @@ PROMPT = list(range(8))
 
 
 @pytest.fixture
-def driver() -> Driver:
-    return Driver(make_config())
+def driver(request) -> Driver:
+    return Driver(make_config(**getattr(request, "param", {})))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def metrics(driver) -> SchedulerMetrics:
     requests = create_autospec(Requests, instance=True)
     requests.durable = DurableRoom(DurableLimits(0, 0, 0.0))
     requests.get = lambda handle: SimpleNamespace(tenant="abc"[handle - 1])
-    metrics.watch(lambda: driver.scheduler, requests)
+    metrics.watch(lambda: driver.scheduler, requests, lambda: 1000)
     return metrics
 
 
@@ -107,3 +107,24 @@ def test_tenants_have_metrics_up_to_a_number_and_the_others_share_theirs(driver,
     assert value_of(metrics, "tenant_queue_seconds_count", tenant="a") == 1
     assert value_of(metrics, "tenant_prefix_cache_queries_total", tenant=OTHER_TENANTS) == 16
     assert value_of(metrics, "tenant_live_requests", tenant="a", queue="waiting") is None
+
+
+def test_memory_is_told_in_bytes(driver, metrics):
+    driver.submit(make_request(1, prompt=PROMPT, max_tokens=8))
+    driver.run_steps(2)
+    for state in ("free", "cached", "used", "pinned"):
+        blocks = value_of(metrics, "gpu_blocks", state=state)
+        assert value_of(metrics, "gpu_bytes", state=state) == 1000 * blocks
+    in_tables = [value_of(metrics, "running_bytes", layers=kind) for kind in ("full", "windowed")]
+    assert in_tables == [1000 * value_of(metrics, "gpu_blocks", state="used"), 0]
+
+
+@pytest.mark.parametrize("driver", [{"windowed_groups": 2, "window": 6}], indirect=True)
+def test_blocks_of_windows_are_told_by_kind_and_blanks_are_no_blocks(driver, metrics):
+    driver.submit(make_request(1, prompt_len=30, max_tokens=50, tenant="a"))
+    driver.run_steps(12)
+    (sequence,) = driver.scheduler.running.first().unfinished
+    held = [block for block in sequence.block_table if block not in driver.scheduler.batch.blocks.blank]
+    full, windowed = (value_of(metrics, "running_bytes", layers=kind) / 1000 for kind in ("full", "windowed"))
+    assert 3 * full == len(sequence.block_table) > full + windowed
+    assert full + windowed == len(held) == value_of(metrics, "tenant_blocks", tenant="a")

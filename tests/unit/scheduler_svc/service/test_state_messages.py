@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.view import owners
 from scheduler_svc.service import gateway_messages
 from scheduler_svc.service.gateway_messages import blocks_message, state_message
 from scheduler_svc.service.step_loop import StepLoop
@@ -58,3 +59,26 @@ async def test_others_have_their_turns_and_the_answer_is_of_one_moment(loop, sch
     assert turns >= 2 * 100 / 16 - 1
     assert message == whole
     assert [len(each.block_table) for each in message.sequences] == [100, 100]
+
+
+async def test_tables_of_groups_of_layers_leave_out_blocks_that_no_layer_reads():
+    driver = Driver(make_config(windowed_groups=1, window=6))
+    driver.submit(make_request(1, prompt_len=30, max_tokens=50))
+    driver.run_steps(12)
+    scheduler = driver.scheduler
+    (sequence,) = scheduler.running.first().unfinished
+    message = await blocks_message(scheduler, None)
+    table = message.sequences[0].block_table
+    entries = list(enumerate(sequence.block_table))
+    places = {divmod(place, 2): block for place, block in entries if block not in scheduler.batch.blocks.blank}
+    assert {(each.logical_index, each.group): each.block_id for each in table} == places
+    assert len(places) < len(entries)
+    filled = [(each.filled, scheduler.num_computed_tokens(sequence) - 4 * each.logical_index) for each in table]
+    assert all(number == min(left, 4) for number, left in filled)
+    # The owners of a block of the second group have the tokens of its logical block.
+    (index, group), block = next(each for each in places.items() if each[0][1])
+    (owner,) = owners(scheduler, block, is_host=False)
+    tokens = sequence.token_ids[4 * index : 4 * index + 4]
+    assert (owner.logical_index, owner.group, list(owner.token_ids)) == (index, group, tokens)
+    (blank,) = scheduler.batch.blocks.blank
+    assert not owners(scheduler, blank, is_host=False)

@@ -31,6 +31,13 @@ async def test_the_page_sees_what_the_core_holds(tmp_path):
     await run("state.mjs", STATIC, str(recording))
 
 
+async def test_the_page_sees_blocks_of_groups_of_layers(tmp_path):
+    windows = {"num_blocks": 40, "max_num_batched_tokens": 8, "windowed_groups": 2, "window": 6}
+    frames, recording = await recorded_frames(**windows), tmp_path / "frames.json"
+    recording.write_text(json.dumps(frames), encoding="utf-8")
+    await run("groups.mjs", STATIC, str(recording))
+
+
 async def test_the_feed_of_a_page_that_stays_open_keeps_what_there_is_and_comes_back():
     await run("feed.mjs", STATIC)
 
@@ -41,9 +48,10 @@ async def run(script: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-async def recorded_frames() -> list[dict[str, Any]]:
+async def recorded_frames(**changes: Any) -> list[dict[str, Any]]:
     """Frames of a busy replica, each with what its core held; in the middle the worker is lost."""
-    driver = Driver(make_config(num_blocks=24, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP))
+    settings = {"num_blocks": 24, "num_host_blocks": 16, "preemption_mode": PreemptionMode.SWAP} | changes
+    driver = Driver(make_config(**settings))
 
     def now() -> ReplicaNow:
         return ReplicaNow(driver.scheduler, 1, is_ready=True, is_attached=True, is_draining=False, num_gateways=1)
@@ -85,10 +93,11 @@ def act(driver: Driver, watchers: Watchers, turn: int) -> None:
 
 
 def held(driver: Driver) -> dict[str, Any]:
-    pool, host = driver.scheduler.batch.blocks.pool, driver.scheduler.batch.blocks.host.pool
+    blocks = driver.scheduler.batch.blocks
+    pool, host = blocks.pool, blocks.host.pool
     return {
-        "refs": [pool.ref_count(block) for block in pool_blocks(pool)],
-        "host_refs": [host.ref_count(block) for block in pool_blocks(host)],
+        "refs": [pool.ref_count(block) * (block not in blocks.blank) for block in pool_blocks(pool)],
+        "host_refs": [host.ref_count(block) * (block not in blocks.blank_on_host) for block in pool_blocks(host)],
         "is_named": [name is not None for name in pool.names(0, pool.num_blocks)],
     }
 
