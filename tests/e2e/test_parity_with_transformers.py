@@ -46,7 +46,7 @@ def _by_length(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
 LENGTHS = (1, 2, 7, 15, 16, 17, 40, 70, 99)
 SEARCHED = "llama-gqa-untied-32"
 """Family for beam searches, which do not depend on the family, since the scheduler runs them."""
-FAMILIES = (SEARCHED, "gpt2-tied-32", "opt-pre-norm-32")
+FAMILIES = (SEARCHED, "gpt2-tied-32", "opt-pre-norm-32", "gemma3-alternating", "gemma4-shared")
 # Heads of key and value for each rank, one head of key and value for both, an odd number of inner features, fused
 # query, key and value, projected embeddings; a vocabulary that two does not divide is tested with the layers.
 FOR_TWO_RANKS = ("llama-gqa-explicit-128", *("gpt2-tied-32", "opt-post-norm-projected-64", "qwen3-alternating"))
