@@ -174,7 +174,8 @@ def make_pool(
         shape.num_host_blocks,
     )
     if groups.num_windowed:
-        _logger.info("blocks hold %d layers, for %s", len(cut.slots), groups)
+        windowed = groups.num_windowed, groups.window
+        _logger.info("of the groups of layers, %d keep all tokens and %d the last %d", groups.num_full, *windowed)
     if shape.num_gpu_blocks < held:
         maximum = geometry.max_model_len
         _logger.warning("a sequence of %d tokens takes %d blocks; those that do not fit are refused", maximum, held)
