@@ -38,7 +38,7 @@ def choose_cut(
     if draft_model is not None:
         reason = "blocks hold the layers of a draft model, too"
     elif num_shapes > 1 and settings.kv_cache_dtype == "int8":
-        reason = "in int8, their keys do not fit into those of other layers"
+        reason = "in int8, their keys do not fit into the keys of other layers"
     else:
         return cut
     _logger.info("layers with a window keep all tokens: %s", reason)
@@ -178,7 +178,7 @@ def make_pool(
         _logger.info("of the groups of layers, %d keep all tokens and %d the last %d", groups.num_full, *windowed)
     if shape.num_gpu_blocks < held:
         maximum = geometry.max_model_len
-        _logger.warning("a sequence of %d tokens takes %d blocks; those that do not fit are refused", maximum, held)
+        _logger.warning("a sequence of %d tokens takes %d blocks; requests that do not fit are refused", maximum, held)
     return pool
 
 

@@ -49,7 +49,7 @@ def cut_layers(layers: Sequence[CacheLayer], max_model_len: int, block_size: int
     kinds = [each for each in layers if each not in windowed], windowed
     parts = [_parts(layers, kind) for kind in kinds]
     if not all(parts):
-        _logger.info("layers with a window keep all tokens: their keys do not fit into those of other layers")
+        _logger.info("layers with a window keep all tokens: their keys do not fit into the keys of other layers")
         return whole
     widest, num_tokens = max(layers, key=_width), min(_COMPARED_TOKENS, max_model_len)
 
