@@ -36,10 +36,10 @@ class LayerPlace:
 
 
 def cut_layers(layers: Sequence[CacheLayer], max_model_len: int, block_size: int) -> LayerCut:
-    """The cut with the most layers a group among those that take little memory.
+    """The cut with the most layers a group that takes little memory.
 
     A window that is not smaller than the longest sequence is none. There is one window for all groups, the largest,
-    and one token more: a prompt token that is alone in its step is computed together with the token before it.
+    and one token more: a prompt token with no other one in its step is computed together with the token before it.
     """
     whole = LayerCut(tuple(layers))
     windowed = [each for each in layers if each.window is not None and each.window + 1 < max_model_len]

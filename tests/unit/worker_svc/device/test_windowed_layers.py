@@ -80,7 +80,7 @@ class WindowedRows:
 
     def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor]) -> StepOutput:
         model = self.runner._model
-        # Of recorded decodes, only this is called.
+        # Recorded decodes call only this.
         name = "finish" if isinstance(model, NativeCausalLM) else "logits"
         computed = getattr(model, name)
 
