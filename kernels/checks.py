@@ -40,12 +40,14 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
-    """A layer's KV pool: contiguous [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines; [1, ...] if its
-    lines are latents."""
+    """A layer's KV pool: [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines; [1, ...] if its lines are
+    latents. Each block is contiguous, and all are equally far apart."""
     if kv_cache.dim() != 5 or kv_cache.size(0) not in (1, 2):
         check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8))
-    if not kv_cache.is_contiguous():
+    if not kv_cache.is_contiguous() and not (
+        kv_cache.stride(0) == kv_cache.size(1) * kv_cache.stride(1) and kv_cache[0, 0].is_contiguous()
+    ):
         raise ValueError("kv_cache is not contiguous")
 
 
@@ -165,3 +167,8 @@ def _fits(x: torch.Tensor, kv_cache: torch.Tensor) -> bool:
 def _max_head_dim(kv_cache: torch.Tensor) -> int:
     width = kv_cache.size(4)
     return int8.max_head_dim(width) if kv_cache.dtype == torch.int8 else width
+
+
+def offset_of_values(kv_cache: torch.Tensor) -> int:
+    """Elements from a key to its value; 0 in a pool of latents."""
+    return kv_cache.stride(0) if kv_cache.shape[0] == 2 else 0

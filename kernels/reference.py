@@ -297,6 +297,9 @@ def _gather(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the blocks `tables` [R, M], each [R, Hkv, M * B, D]; zero if `absent` [R, M * B]. Latents are
     both."""
+    if not kv_cache.is_contiguous():  # Blocks lie apart.
+        kv_cache = kv_cache.index_select(1, tables.long().flatten())
+        tables = torch.arange(tables.numel(), device=tables.device).view_as(tables)
     _, num_blocks, num_kv_heads, block_size, head_dim = kv_cache.shape
     heads = torch.arange(num_kv_heads, device=tables.device)[:, None]
     tiles = tables.long()[:, None, :] * num_kv_heads + heads

@@ -26,15 +26,22 @@ _KV_DISK_BYTES = 10 << 30
 _logger = logging.getLogger(__name__)
 
 
-def choose_cut(model: CausalLM, max_model_len: int, block_size: int, draft_model: CausalLM | None) -> LayerCut:
+def choose_cut(
+    model: CausalLM, max_model_len: int, settings: WorkerSettings, draft_model: CausalLM | None = None
+) -> LayerCut:
     """The groups of the model's layers."""
     layers = model.cache_layers
-    cut = cut_layers(layers, max_model_len, block_size)
+    cut = cut_layers(layers, max_model_len, settings.block_size)
+    num_shapes = len({(each.num_kv_heads, each.head_dim) for each in layers})
     if not cut.groups.num_windowed:
         return cut
-    if draft_model is None:
+    if draft_model is not None:
+        reason = "blocks hold the layers of a draft model, too"
+    elif num_shapes > 1 and settings.kv_cache_dtype == "int8":
+        reason = "in int8, their keys do not fit into the keys of other layers"
+    else:
         return cut
-    _logger.info("layers with a window keep all tokens: a draft model's layers are in the same blocks")
+    _logger.info("layers with a window keep all tokens: %s", reason)
     return LayerCut(layers)
 
 
@@ -167,10 +174,11 @@ def make_pool(
         shape.num_host_blocks,
     )
     if groups.num_windowed:
-        _logger.info("blocks hold %d layers, for %s", len(cut.slots), groups)
+        windowed = groups.num_windowed, groups.window
+        _logger.info("of the groups of layers, %d keep all tokens and %d the last %d", groups.num_full, *windowed)
     if shape.num_gpu_blocks < held:
         maximum = geometry.max_model_len
-        _logger.warning("a sequence of %d tokens takes %d blocks; those that do not fit are refused", maximum, held)
+        _logger.warning("a sequence of %d tokens takes %d blocks; requests that do not fit are refused", maximum, held)
     return pool
 
 

@@ -155,7 +155,7 @@ def make_worker(
     limits = _step_limits(model, settings, max_adapters, has_drafts=drafter is not None)
     report(LoadProgress(PROFILING))
     draft_model = None if draft is None else checked_draft_model(draft.model, geometry)
-    cut = choose_cut(model, geometry.max_model_len, settings.block_size, draft_model)
+    cut = choose_cut(model, geometry.max_model_len, settings, draft_model)
     namespace = kv_namespace(model, cut, settings, fingerprint, draft)
     pool = make_pool(model, cut, geometry, limits, settings, namespace, draft_model)
     matchers = None if templates is None else _make_matchers(templates, model)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from kernels import reference
+from kernels.checks import offset_of_values
 from kernels.cpu.experts import HeldTable, PackedExperts
 from kernels.cpu.library import (
     DTYPES,
@@ -154,7 +155,8 @@ class CpuKernels:
             head_dim=head_dim,
             block_size=block_size,
             num_blocks=num_blocks,
-            has_latents=kv_cache.shape[0] == 1,
+            block_stride=kv_cache.stride(1),
+            value_offset=offset_of_values(kv_cache),
             query_token_stride=token_stride,
             query_head_stride=head_stride,
             table_stride=block_tables.stride(0),
@@ -626,7 +628,8 @@ def _cache_slots(kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> CacheSlo
         kv_cache=kv_cache.data_ptr(),
         slot_mapping=slot_mapping.data_ptr(),
         num_blocks=num_blocks,
-        has_latents=kv_cache.shape[0] == 1,
+        block_stride=kv_cache.stride(1),
+        value_offset=offset_of_values(kv_cache),
         block_size=block_size,
         int8_line_bytes=_int8_line_bytes(kv_cache),
     )

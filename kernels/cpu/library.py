@@ -104,7 +104,9 @@ class AttentionArgs(Arguments):
     _fields_ = (
         *_pointers("output query kv_cache block_tables query_start_loc seq_lens alibi_slopes sinks"),
         *_integers("dtype threads num_tokens num_rows num_heads num_kv_heads head_dim block_size num_blocks"),
-        *_integers("has_latents query_token_stride query_head_stride table_stride table_width int8_line_bytes"),
+        *_integers(
+            "block_stride value_offset query_token_stride query_head_stride table_stride table_width int8_line_bytes"
+        ),
         *_integers("sliding_window"),
         *_doubles("scale soft_cap"),
     )
@@ -211,7 +213,7 @@ class Heads(_Mirrored):
 class CacheSlots(_Mirrored):
     _fields_ = (
         *_pointers("kv_cache slot_mapping"),
-        *_integers("num_blocks has_latents block_size int8_line_bytes"),
+        *_integers("num_blocks block_stride value_offset block_size int8_line_bytes"),
     )
 
 

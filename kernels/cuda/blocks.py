@@ -12,10 +12,9 @@ import triton
 import triton.language as tl
 
 from kernels import reference
-from kernels.checks import check_dtype, check_shape
+from kernels.checks import check_dtype, check_shape, offset_of_values
 from kernels.cuda.launch import MAX_BYTES, ceil_div, launch, padded, warps_for, with_contiguous_heads
 from kernels.cuda.pointwise import load_rotated, rotated
-from kernels.cuda.tiles import offset_of_values
 
 _INDEXES = ("positions", "slot_mapping")
 # Words of a block that a program moves at once: a piece.
@@ -26,9 +25,9 @@ SWAP_PROGRAMS = 32
 
 
 @triton.jit
-def _slot_offsets(slot, heads, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+def _slot_offsets(slot, heads, BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The offsets in a layer's keys of the `heads` of the token in `slot`; int64, with the shape of `heads`."""
-    return ((slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
+    return slot // BLOCK_SIZE * BLOCK_STRIDE + (heads * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM
 
 
 @triton.jit(do_not_specialize_on_alignment=_INDEXES)
@@ -41,6 +40,7 @@ def _reshape_and_cache_kernel(
     value_stride,
     value_offset,
     NUM_KV_HEADS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr,
@@ -51,7 +51,7 @@ def _reshape_and_cache_kernel(
     mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     source = heads[:, None] * HEAD_DIM + dims[None, :]
     slot = tl.load(slot_mapping + token)
-    target = _slot_offsets(slot, heads, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
+    target = _slot_offsets(slot, heads, BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
     if tl.program_id(1) == 0:
         tl.store(kv_cache + target, tl.load(key + token * key_stride + source, mask=mask), mask=mask)
     else:
@@ -77,6 +77,7 @@ def reshape_and_cache(
         value.stride(0),
         offset_of_values(kv_cache),
         NUM_KV_HEADS=num_kv_heads,
+        BLOCK_STRIDE=kv_cache.stride(1),
         BLOCK_SIZE=kv_cache.shape[3],
         HEAD_DIM=head_dim,
         HEADS_PAD=padded(num_kv_heads),
@@ -97,6 +98,7 @@ def _rotary_key_and_cache_kernel(
     value_stride,
     value_offset,
     NUM_KV_HEADS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_PAD: tl.constexpr,
@@ -106,7 +108,7 @@ def _rotary_key_and_cache_kernel(
     heads, dims = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
     mask = (heads < NUM_KV_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
     slot = tl.load(slot_mapping + token)
-    target = _slot_offsets(slot, heads, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
+    target = _slot_offsets(slot, heads, BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
     if tl.program_id(1) == 0:
         cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
         first, second = load_rotated(  # pyright: ignore[reportGeneralTypeIssues]
@@ -151,6 +153,7 @@ def rotary_and_cache(
             value.stride(0),
             offset_of_values(kv_cache),
             NUM_KV_HEADS=num_kv_heads,
+            BLOCK_STRIDE=kv_cache.stride(1),
             BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim,
             HEADS_PAD=padded(num_kv_heads),

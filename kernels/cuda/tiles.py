@@ -8,17 +8,13 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.checks import offset_of_values
 from kernels.cuda.launch import padded
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # float32 by three products of matrix units, about as exact as float32 itself. Without them ("ieee") the tiles of large
 # heads do not fit into registers: compiled for sm_90, head size 256 spilled 5 kB a thread in decode.
 PRECISION = tl.constexpr("tf32x3")
-
-
-def offset_of_values(kv_cache: torch.Tensor) -> int:
-    """Elements from a key to its value; 0 in a pool of latents."""
-    return kv_cache.stride(0) if kv_cache.shape[0] == 2 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +24,7 @@ class AttentionShape:
     Attributes:
         group: query heads that share a KV head.
         head_pad: the power of two in which a head fits.
+        block_stride: elements from a block to the next one.
     """
 
     num_heads: int
@@ -36,6 +33,7 @@ class AttentionShape:
     block_size: int
     head_dim: int
     head_pad: int
+    block_stride: int
 
 
 if TYPE_CHECKING:
@@ -78,7 +76,10 @@ class PagedBatch:
     @property
     def shape(self) -> "AttentionShape":
         _, _, num_kv_heads, block_size, head_dim = self.kv_cache.shape
-        return AttentionShape(self.query.shape[1], num_kv_heads, self.group, block_size, head_dim, padded(head_dim, 16))
+        stride = self.kv_cache.stride(1)
+        return AttentionShape(
+            self.query.shape[1], num_kv_heads, self.group, block_size, head_dim, padded(head_dim, 16), stride
+        )
 
 
 class Context(NamedTuple):
@@ -114,7 +115,7 @@ def load_keys_and_values(context, positions, first, end, SHAPE: Shape):
     positions = tl.minimum(tl.maximum(positions, first), end - 1).to(tl.uint32)
     block_ids = tl.load(context.block_table + positions // SHAPE.block_size).to(tl.int64)
     slots = (positions % SHAPE.block_size).to(tl.int32)
-    offsets = block_ids * (SHAPE.num_kv_heads * SHAPE.block_size * SHAPE.head_dim) + slots * SHAPE.head_dim
+    offsets = block_ids * SHAPE.block_stride + slots * SHAPE.head_dim
     keys = load_vectors(context.keys, offsets, None, SHAPE)
     values = load_vectors(context.keys + context.value_offset, offsets, None, SHAPE)
     return keys, values

@@ -203,9 +203,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         *("big_bird", "cpmant", "git", "megatron-bert", "rembert", "roformer", "rwkv", "trocr", "xlm", "xlnet"),
         "xlstm",
     ),
-    _WITHIN: (
-        *("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),
-    ),
+    _WITHIN: (*("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),),
     _ENCODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
         *("prophetnet", "whisper"),

@@ -76,8 +76,10 @@ class KvPool:
 
     def layers_of(self, model: CausalLM) -> LayerCaches:
         """The caches of the model on the device."""
-        places = place_layers(model.cache_layers, self.geometry.num_layers, self.geometry.groups)
-        return LayerCaches(tuple(self.gpu[slot] for _, slot in places), tuple(group for group, _ in places))
+        layers, geometry = model.cache_layers, self.geometry
+        places = place_layers(layers, geometry.num_layers, geometry.groups)
+        caches = (_part_of(self.gpu[at.slot], layer, at.part) for layer, at in zip(layers, places, strict=True))
+        return LayerCaches(tuple(caches), tuple(place.group for place in places))
 
     def of_draft_model(self) -> "KvPool":
         """The layers of its draft model, as a pool of the same blocks."""
@@ -320,6 +322,15 @@ def allocate_pool(
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros that take memory on the CPU only when they are touched."""
     return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _part_of(slot: Tensor, layer: CacheLayer, part: int) -> Tensor:
+    """The cache of a layer: the slot, or a part of each of its blocks."""
+    num_lines, num_blocks, num_heads, block_size, width = slot.shape
+    if num_heads == layer.num_kv_heads and (slot.dtype == torch.int8 or width == layer.head_dim):
+        return slot
+    shape = (num_lines, num_blocks, -1, layer.num_kv_heads, block_size, layer.head_dim)
+    return slot.view(shape)[:, :, part]
 
 
 def _populate_and_collapse(tensor: Tensor, start: int, num_bytes: int) -> bool:

@@ -201,7 +201,7 @@ bool SharedPlan::fits(const AttentionArgs& args) const {
          args.seq_lens == args_.seq_lens && args.num_tokens == args_.num_tokens && args.num_rows == args_.num_rows &&
          args.num_heads == args_.num_heads && args.num_kv_heads == args_.num_kv_heads &&
          args.head_dim == args_.head_dim && args.block_size == args_.block_size &&
-         args.num_blocks == args_.num_blocks && args.has_latents == args_.has_latents &&
+         args.num_blocks == args_.num_blocks &&
          args.table_stride == args_.table_stride && args.table_width == args_.table_width &&
          args.sliding_window == args_.sliding_window && args.threads == args_.threads;
 }

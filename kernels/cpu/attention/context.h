@@ -15,8 +15,8 @@ inline int64_t line_size(const AttentionArgs& args) {
   return std::is_same_v<T, int8_t> ? args.int8_line_bytes : args.head_dim;
 }
 
-// The addresses of some tokens of one row and head. In a pool these are the keys; the values are `value_offset`
-// elements behind them.
+// The addresses of some tokens of one row and head. In a pool these are the keys; the values are
+// `AttentionArgs::value_offset` elements behind them.
 template <class T, int kCapacity>
 struct Span {
   int count = 0;
@@ -30,7 +30,7 @@ struct Span {
     int64_t column = (token + skipped) / args.block_size, offset = token + skipped - column * args.block_size;
     count = static_cast<int>(skipped);
     for (const int64_t total = end - token < kCapacity ? end - token : kCapacity; count < total; ++column, offset = 0) {
-      const T* key = static_cast<const T*>(args.kv_cache) + (table[column] * args.num_kv_heads + head) * tile;
+      const T* key = static_cast<const T*>(args.kv_cache) + table[column] * args.block_stride + head * tile;
       key += offset * line;
       for (; count < total && offset < args.block_size; ++offset, key += line) lines[count++] = key;
     }
@@ -38,11 +38,6 @@ struct Span {
     for (int i = count; i < kCapacity; ++i) lines[i] = lines[count - 1];
   }
 };
-
-template <class T>
-inline int64_t value_offset(const AttentionArgs& args) {
-  return args.has_latents ? 0 : args.num_blocks * args.num_kv_heads * args.block_size * line_size<T>(args);
-}
 
 inline constexpr int kCacheLine = 64;
 

@@ -69,12 +69,12 @@ struct Pieces {
   void fill(const AttentionArgs& args, const Unit& unit, int64_t token) {
     // The last row has the blocks of all.
     const int32_t* table = args.block_tables + (unit.row + unit.num_rows - 1) * args.table_stride;
-    const int64_t line = line_size<Stored>(args), block = args.num_kv_heads * args.block_size * line;
+    const int64_t line = line_size<Stored>(args);
     int64_t column = token / args.block_size, first = token - column * args.block_size;
     int64_t left = span_end(token, unit.end) - token;
     for (num_pieces = 0; left > 0; ++column, first = 0) {
       const int64_t tokens = args.block_size - first < left ? args.block_size - first : left;
-      const Stored* keys = static_cast<const Stored*>(args.kv_cache) + table[column] * block + first * line;
+      const Stored* keys = static_cast<const Stored*>(args.kv_cache) + table[column] * args.block_stride + first * line;
       pieces[num_pieces++] = {keys, static_cast<int>(tokens)};
       left -= tokens;
     }
@@ -84,7 +84,7 @@ struct Pieces {
 // Keys or values of one head in a piece, as they lie in memory.
 template <class Stored>
 inline const Stored* tokens_of(const AttentionArgs& args, const Piece<Stored>& piece, int64_t head, bool values) {
-  return piece.keys + head * args.block_size * line_size<Stored>(args) + (values ? value_offset<Stored>(args) : 0);
+  return piece.keys + head * args.block_size * line_size<Stored>(args) + (values ? args.value_offset : 0);
 }
 
 constexpr int64_t num_lines(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; }

@@ -77,7 +77,7 @@ void pack_values(Matrix packed, const Span<T, kKeyTile>& tokens, int64_t head_di
 template <class T, int kCapacity>
 void dequantize_span(const AttentionArgs& args, const Span<int8_t, kCapacity>& quantized, T* memory,
                      Span<T, kCapacity>& span) {
-  const int64_t bytes = args.int8_line_bytes, values = value_offset<int8_t>(args), half = kCapacity * args.head_dim;
+  const int64_t bytes = args.int8_line_bytes, values = args.value_offset, half = kCapacity * args.head_dim;
   for (int t = 0; t < quantized.count; ++t) {
     T* to = memory + t * args.head_dim;
     dequantize_line(to, quantized.lines[t], args.head_dim, bytes);
@@ -205,7 +205,7 @@ template <class T>
 void read(const Tile<T>& tile, const TileWork<T>& work, int64_t at, int64_t end, KeysAndValues<T>& context) {
   const AttentionArgs& args = work.args;
   const int64_t first = work.window_begin(work.first_position);
-  int64_t values = value_offset<T>(args);
+  int64_t values = args.value_offset;
   if (args.int8_line_bytes == 0) {
     context.keys.fill(args, work.row, work.kv_head, at, end, first);
   } else {

@@ -36,7 +36,7 @@ struct OpenMp {
 struct AttentionArgs {
   void* output;                    // [T, Hq, D] contiguous
   const void* query;               // [T, Hq, D]
-  const void* kv_cache;            // [2, num_blocks, Hkv, B, D] contiguous, 1 for 2 of latents, int8 lines for D
+  const void* kv_cache;            // [2, num_blocks, Hkv, B, D], 1 for 2 of latents, int8 lines for D
   const int32_t* block_tables;     // [R, table_width]
   const int32_t* query_start_loc;  // [R + 1]
   const int32_t* seq_lens;         // [R]
@@ -51,7 +51,8 @@ struct AttentionArgs {
   int64_t head_dim;
   int64_t block_size;
   int64_t num_blocks;
-  int64_t has_latents;  // 1 where a pool of latents has one line a token, which is key and value; else 0
+  int64_t block_stride;  // elements from a block to the next one, at least Hkv * B * D; blocks are contiguous
+  int64_t value_offset;  // elements from a key to its value; 0 of latents, which are both
   int64_t query_token_stride;
   int64_t query_head_stride;
   int64_t table_stride;
@@ -340,7 +341,8 @@ struct CacheSlots {
   void* kv_cache;               // as in AttentionArgs
   const int64_t* slot_mapping;  // [T]
   int64_t num_blocks;
-  int64_t has_latents;
+  int64_t block_stride;
+  int64_t value_offset;
   int64_t block_size;
   int64_t int8_line_bytes;
 };

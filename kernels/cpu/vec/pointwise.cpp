@@ -187,17 +187,12 @@ inline T* target_of(const Heads& heads, int64_t token, int64_t head) {
   return static_cast<T*>(heads.target) + token * heads.target_token_stride + head * heads.target_head_stride;
 }
 
-// The number of the line in the pool that the keys of one head of the token go to.
-inline int64_t pool_line(const RotaryArgs& args, int64_t token, int64_t head) {
+// Where in the pool the keys of one head of the token go to, in elements; `line` are the elements of a token.
+inline int64_t place_of(const RotaryArgs& args, int64_t token, int64_t head, int64_t line) {
   const CacheSlots& cache = args.cache;
   const int64_t block = cache.slot_mapping[token] / cache.block_size;
   const int64_t offset = cache.slot_mapping[token] - block * cache.block_size;
-  return (block * args.key.count + head) * cache.block_size + offset;
-}
-
-// The number of lines of keys, which precede the lines of values; a line of latents is both.
-inline int64_t lines_of_keys(const RotaryArgs& args) {
-  return args.cache.has_latents ? 0 : args.cache.num_blocks * args.key.count * args.cache.block_size;
+  return block * cache.block_stride + (head * cache.block_size + offset) * line;
 }
 
 // Key and value of one head of a token to the pool as they are, the key rotated where there are cosines.
@@ -205,12 +200,12 @@ template <class T>
 inline void write(const RotaryArgs& args, int64_t token, int64_t head, const float* cos_sin) {
   const int64_t dims = args.head_dim, bytes = dims * static_cast<int64_t>(sizeof(T));
   const T* key = source_of<T>(args.key, token, head);
-  T* target = static_cast<T*>(args.cache.kv_cache) + pool_line(args, token, head) * dims;
+  T* target = static_cast<T*>(args.cache.kv_cache) + place_of(args, token, head, dims);
   if (cos_sin != nullptr)
     rotate(key, target, cos_sin, dims);
   else
     std::memcpy(target, key, bytes);
-  std::memcpy(target + lines_of_keys(args) * dims, source_of<T>(args.value, token, head), bytes);
+  std::memcpy(target + args.cache.value_offset, source_of<T>(args.value, token, head), bytes);
 }
 
 // The same to a pool of int8.
@@ -218,14 +213,14 @@ template <class T>
 inline void write_int8(const RotaryArgs& args, int64_t token, int64_t head, const float* cos_sin) {
   const int64_t dims = args.head_dim, bytes = args.cache.int8_line_bytes;
   const T* key = source_of<T>(args.key, token, head);
-  int8_t* line = static_cast<int8_t*>(args.cache.kv_cache) + pool_line(args, token, head) * bytes;
+  int8_t* line = static_cast<int8_t*>(args.cache.kv_cache) + place_of(args, token, head, bytes);
   if (cos_sin != nullptr) {
     T* rotated = target_of<T>(args.key, token, head);
     rotate(key, rotated, cos_sin, dims);
     key = rotated;
   }
   quantize_line(line, key, dims, bytes);
-  quantize_line(line + lines_of_keys(args) * bytes, source_of<T>(args.value, token, head), dims, bytes);
+  quantize_line(line + args.cache.value_offset, source_of<T>(args.value, token, head), dims, bytes);
 }
 
 template <class T>

@@ -151,6 +151,25 @@ def test_blocks_before_the_window_are_not_read(window: int, dtype: torch.dtype) 
 
 
 @pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.int8])
+def test_a_layer_may_have_a_part_of_each_block(dtype: torch.dtype) -> None:
+    batch = make_batch(MIXED, dtype=torch.float32 if dtype == torch.int8 else dtype)
+    alone = batch.kv_cache
+    if dtype == torch.int8:
+        alone = int8.quantized_lines(alone.view(-1, 1, alone.shape[-1])).view(*alone.shape[:-1], -1)
+    wide = torch.zeros((*alone.shape[:2], 3, *alone.shape[2:]), dtype=dtype)
+    part = wide[:, :, 1]
+    part.copy_(alone)
+    assert torch.equal(replace(batch, kv_cache=part).attend(), replace(batch, kv_cache=alone).attend())
+    key, value = torch.randn(2, 4, *alone.shape[2:3], batch.query.shape[-1]).to(batch.query.dtype)
+    slots = torch.tensor([7, 0, 33, 12])
+    for cache in (alone, part):
+        ops.reshape_and_cache(key, value, cache, slots)
+    assert torch.equal(part.contiguous().view(torch.int8), alone.contiguous().view(torch.int8))
+    assert not wide[:, :, [0, 2]].any()
+
+
+@pytest.mark.usefixtures("implementation")
 def test_a_sink_of_minus_infinity_is_none_and_a_great_one_takes_all() -> None:
     batch = make_batch(MIXED)
     sinks = torch.tensor([float("-inf"), 1e6, float("-inf"), 1e6])

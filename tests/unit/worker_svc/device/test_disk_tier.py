@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from quire.messages.layer_groups import LayerGroups
 from quire.runtime.settings import ConfigurationError
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, hashes
@@ -193,6 +194,14 @@ def test_pool_begins_with_what_was_sealed(path: Path) -> None:
     assert tier.restore() == 5
     assert held.holds() == {10, 11, 12, 13, 20, 22}
     tier.stop()
+
+
+def test_blocks_of_windowed_layers_are_found_from_the_beginning_of_the_window_on() -> None:
+    tables = [make_assign(0, [1] * 10, [1, 11, 2, 12, 3, 13, 4, 14]), make_assign(1, [1], [5, 15])]
+    step = make_step(make_changes(assign=tables), make_batch(rows=[0, 1], new=[1, 1], computed=[9, 0]))
+    groups = LayerGroups(1, 1, window=5)
+    assert step.cached_blocks(3, groups).tolist() == [1, 2, 3, 12, 13]
+    assert step.cached_blocks(1, groups).tolist()[:3] == [1, 2, 3]
 
 
 def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginning_longest(path: Path) -> None:

@@ -26,8 +26,8 @@ BLOCK_SIZE = 4
 NUM_ROWS, MAX_LEN, MAX_BLOCKS = 7, 40, 10
 
 
-def make_rows() -> Rows:
-    return Rows(NUM_ROWS, MAX_LEN, MAX_BLOCKS, torch.device("cpu"))
+def make_rows(num_groups: int = 1) -> Rows:
+    return Rows(NUM_ROWS, MAX_LEN, MAX_BLOCKS, torch.device("cpu"), num_groups)
 
 
 def random_sequences(generator: np.random.Generator) -> list[tuple[list[int], list[int]]]:
@@ -80,6 +80,24 @@ def test_the_batch_is_that_of_a_loop_over_tokens(build: Callable[..., ModelInput
         assert inputs.token_ids.dtype == inputs.positions.dtype == attention.slot_mapping.dtype == torch.int64
         assert attention.block_tables.dtype == attention.seq_lens.dtype == torch.int32
         assert attention.query_start_loc.dtype == torch.int32
+
+
+@pytest.mark.parametrize("build", [input_on_host, input_on_device])
+def test_each_group_of_layers_has_its_own_blocks(build: Callable[..., ModelInput]) -> None:
+    rows, cache = make_rows(num_groups=3), torch.empty(0)
+    assign = [make_assign(row, [0] * 9, [10 * row + index for index in range(9)]) for row in (0, 1)]
+    rows.apply_row_changes(make_changes(assign=assign, deltas=[(1, 4, 90)]))
+    layout = Layout.from_batch(make_batch([1, 0], [2, 1], [3, 8]))
+    inputs = build(layout, rows, LayerCaches((cache,) * 4, (2, 0, 1, 1)), BLOCK_SIZE)
+    tables = [[[10, 13, 16], [0, 3, 6]], [[11, 90, 17], [1, 4, 7]], [[12, 15, 18], [2, 5, 8]]]
+    assert [each.block_tables.tolist() for each in inputs.groups] == tables
+    places = ((0, 0, 3), (0, 1, 0), (1, 2, 0))
+    slots = [[table[row][block] * BLOCK_SIZE + offset for row, block, offset in places] for table in tables]
+    assert [each.slot_mapping.tolist() for each in inputs.groups] == slots
+    assert all(each.slot_mapping.is_contiguous() and each.block_tables.is_contiguous() for each in inputs.groups)
+    assert [each is inputs.groups[group] for each, group in zip(inputs.attention, (2, 0, 1, 1), strict=True)] == [
+        True
+    ] * 4
 
 
 def test_rows_sample_after_their_last_tokens_and_share_the_logits_of_one_row() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from quire.common.v1.common_pb2 import Constraint
 from quire.messages.arrays import encode_int32
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.model_files.model_source import resolve_model
 from quire.rpc.errors import InvalidArgument, QuireError
 from quire.worker.v1 import worker_pb2
@@ -43,8 +44,8 @@ PROMPT = [1, 2, 3, 4, 5]
 TABLE = [10, 11]
 
 
-def make_ledger() -> RowLedger:
-    pool = PoolGeometry(BLOCK_SIZE, 32, 0, 1, 1, 8, "float32", 64)
+def make_ledger(groups: LayerGroups = ONE_GROUP) -> RowLedger:
+    pool = PoolGeometry(BLOCK_SIZE, 32, 0, 1, 1, 8, "float32", 64, groups=groups)
     model = ModelGeometry("Tiny", "float32", 50, 24, "cpu")
     return RowLedger(pool, model, WorkerLimits(6, 64, 2, 8, max_adapters=2))
 
@@ -62,6 +63,20 @@ def decode(position: int, row: int = 0) -> Step:
 
 def set_tokens(row: int, position: int, *token_ids: int) -> RowChanges:
     return make_changes(set_tokens=[SetTokens(row, position, np.array(token_ids, np.int32))])
+
+
+def test_a_block_table_has_an_entry_for_each_group_of_layers_and_entries_are_set_when_they_are_used() -> None:
+    ledger = make_ledger(LayerGroups(1, 2, window=5))
+    assign = make_assign(0, [0] * 9, [1, 2, 3, 4, 0, 0, 5, 0, 0])
+    admitted = ledger.admit(make_step(make_changes(assign=[assign]), make_batch([0], [4], [0], [])))
+    assert sorted(admitted.batch_blocks.tolist()) == [1, 2, 3]
+    deltas = [(0, 1, 0), (0, 2, 0), (0, 4, 6), (0, 5, 7), (0, 7, 2), (0, 8, 3)]
+    admitted = ledger.admit(make_step(make_changes(deltas=deltas), make_batch([0], [5], [4])))
+    assert sorted(admitted.batch_blocks.tolist()) == [2, 3, 4, 5, 6, 7]
+    with pytest.raises(InvalidArgument, match="to 13 tokens; its block table of 9 blocks holds 12"):
+        ledger.admit(make_step(set_tokens(0, 9, 1, 2, 3, 4), make_batch([0], [4], [9])))
+    with pytest.raises(InvalidArgument, match="holds block 2 twice among the blocks"):
+        ledger.admit(make_step(make_changes(deltas=[(0, 8, 2)]), make_batch([0], [1], [9])))
 
 
 def test_rows_grow_by_what_they_sample_and_by_what_they_are_given() -> None:

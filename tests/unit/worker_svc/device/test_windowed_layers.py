@@ -80,7 +80,7 @@ class WindowedRows:
 
     def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor]) -> StepOutput:
         model = self.runner._model
-        # Of recorded decodes, only this is called.
+        # Recorded decodes call only this.
         name = "finish" if isinstance(model, NativeCausalLM) else "logits"
         computed = getattr(model, name)
 
@@ -123,6 +123,8 @@ class WindowedRows:
         ("gpt-oss-moe", "native", torch.bfloat16, 4, 2),
         ("gpt-oss-moe", "transformers", torch.float32, 16, 2),
         ("mistral-sliding", "native", torch.float32, 4, 1),
+        ("gemma4-wide-shared", "native", torch.bfloat16, 4, 2),
+        ("gemma4-shared", "native", torch.float32, 16, 4),
     ],
 )
 def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(

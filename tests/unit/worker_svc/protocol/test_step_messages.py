@@ -1,18 +1,21 @@
 """A StepRequest that is wrong by itself is refused with the name of the fault; a right one arrives unchanged."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from quire.common.v1 import common_pb2
 from quire.common.v1.common_pb2 import RowSampling, SamplingParameters, SequenceBias
 from quire.messages.arrays import encode_float32, encode_int32
+from quire.messages.layer_groups import LayerGroups
 from quire.rpc.errors import FailedPrecondition, InvalidArgument
 from quire.service.compatibility import WORKER_PROTOCOL
 from quire.worker.v1 import worker_pb2
 from tests.support.logprobs import Line, columns_of, lines_by_row
 from tests.support.worker_client import make_assign, make_batch
-from worker_svc.protocol.step_messages import StepDecoder, epoch_of, result_message
+from worker_svc.protocol.step_messages import StepDecoder, epoch_of, info_message, protocol_of, result_message
 from worker_svc.step import (
     ModelGeometry,
     PoolGeometry,
@@ -288,3 +291,27 @@ def test_a_stream_begins_with_an_epoch() -> None:
     assert epoch_of(attach) == 3
     with pytest.raises(FailedPrecondition):
         epoch_of(worker_pb2.RunRequest())
+
+
+def test_several_groups_of_layers_are_described_and_need_a_scheduler_that_knows_them() -> None:
+    groups = LayerGroups(1, 2, window=5)
+    info = replace(INFO, pool=replace(INFO.pool, groups=groups))
+    pool = info_message(info).pool
+    assert (pool.full_groups, pool.windowed_groups, pool.window) == (1, 2, 5)
+    ours = protocol_of(info.pool)
+    older = common_pb2.ProtocolVersions(oldest=2, newest=ours.oldest - 1)
+    attach = worker_pb2.RunRequest(attach=worker_pb2.Attach(protocol=older))
+    epoch_of(attach, protocol_of(INFO.pool))
+    with pytest.raises(FailedPrecondition, match="upgrade the scheduler"):
+        epoch_of(attach, ours)
+    decoder = StepDecoder(info)
+    (assigned,) = decoder.decode(assign_request(block_table=encode_int32([0, 4, 8]))).row_changes.assign
+    assert assigned.block_table.tolist() == [0, 4, 8]
+    deltas = encode_int32([0, 14, 1])
+    assert decoder.decode(make_request(block_table_deltas=deltas)).row_changes.block_table_deltas.tolist() == [
+        [0, 14, 1]
+    ]
+    with pytest.raises(InvalidArgument, match="values there must be below 15"):
+        decoder.decode(make_request(block_table_deltas=encode_int32([0, 15, 1])))
+    with pytest.raises(InvalidArgument, match="has 4 blocks; it must have as many of each of the 3 groups"):
+        decoder.decode(assign_request(block_table=encode_int32([0, 4, 8, 1])))
