@@ -48,7 +48,7 @@ class BlockManager(BlockTables[Sequence]):
         self.names = BlockNames(config.groups)
         self._config = config
         self.windows_reach = config.windows_reach
-        blank = pool.allocate(1 if self.groups.num_windowed else 0)
+        blank = [pool.take_blank()] if self.groups.num_windowed else []
         self.blank = frozenset(blank)
         self._blanks = blank * self.groups.num_windowed
         self._retired: deque[Sequence] = deque()
@@ -67,7 +67,7 @@ class BlockManager(BlockTables[Sequence]):
         """Exchanges the memory below the pool, before anything is swapped."""
         self.host = host
         if host.pool.num_blocks:
-            self._unread = {host.pool.allocate(1)[0]: block for block in self.blank}
+            self._unread = {host.pool.take_blank(): block for block in self.blank}
 
     @property
     def blank_on_host(self) -> list[BlockId]:

@@ -111,6 +111,7 @@ class PrefixIndex(BlockPool):
         self.log: CacheLog | None = None
         self.num_releases = 0
         """Number of times that references were dropped so far."""
+        self._num_blank = 0
         self.num_seals = 0
         """Number of times that a block got a hash so far."""
         # Blocks without a holder that can still be hit, least recently used first. The pool has the other free blocks.
@@ -139,7 +140,13 @@ class PrefixIndex(BlockPool):
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self.num_free
+        """Blocks that hold something for a holder."""
+        return self.num_blocks - self.num_free - self._num_blank
+
+    def take_blank(self) -> BlockId:
+        """Takes a block for good, which stands in tables for blocks that no layer reads."""
+        self._num_blank += 1
+        return self.allocate(1)[0]
 
     def ref_counts_of(self, blocks: Sequence[BlockId]) -> list[int]:
         return [self._ref_counts[block] for block in blocks]

@@ -684,9 +684,9 @@ class Driver:
             for index in range(request.num_returned):
                 assert self.samples[request.key.handle, index] == expected_output(request, index)
         blocks = self.scheduler.batch.blocks
-        assert blocks.pool.num_used == self.scheduler.pins.num_pinned + len(blocks.blank)
+        assert blocks.pool.num_used == self.scheduler.pins.num_pinned
         assert self.scheduler.batch.rows.num_free == self.scheduler.config.max_num_seqs
-        assert blocks.host.pool.num_used == len(blocks.blank_on_host)
+        assert blocks.host.pool.num_used == 0
 
     def crash(
         self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None

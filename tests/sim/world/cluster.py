@@ -578,11 +578,11 @@ class Cluster:
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
         for host, core in self.cores.items():
-            pool, swap, blank = core.batch.blocks.pool, core.batch.blocks.host.pool, core.batch.blocks.blank
+            pool, swap = core.batch.blocks.pool, core.batch.blocks.host.pool
             rows = core.batch.rows
             if core.num_live or core.in_flight or len(core.pins):
                 yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
-            elif pool.num_used > len(blank) or swap.num_used > len(core.batch.blocks.blank_on_host) or any(rows.active):
+            elif pool.num_used or swap.num_used or any(rows.active):
                 yield f"{host} holds blocks or rows, and has no requests"
             else:
                 yield from self._held_apart(host, core)

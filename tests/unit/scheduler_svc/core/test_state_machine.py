@@ -431,10 +431,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.driver.finished == self.requests.keys() - self.driver.failed
         scheduler = self.driver.scheduler
         blocks = scheduler.batch.blocks
-        assert blocks.pool.num_used == scheduler.pins.num_pinned + len(blocks.blank)
+        assert blocks.pool.num_used == scheduler.pins.num_pinned
         scheduler.expire_pins(self.driver.clock + 100)
-        assert blocks.pool.num_used == len(blocks.blank)
-        assert blocks.host.pool.num_used == len(blocks.blank_on_host)
+        assert blocks.pool.num_used == blocks.host.pool.num_used == 0
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
