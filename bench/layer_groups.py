@@ -109,19 +109,21 @@ def _running(cut: LayerCut, block_bytes: int, num_tokens: int) -> int:
     config = SchedulerConfig(
         num_blocks=_POOL_BYTES // block_bytes,
         block_size=_BLOCK_SIZE,
-        max_num_seqs=1024,
+        max_num_seqs=2048,
         max_num_batched_tokens=2048,
         max_model_len=_MAX_MODEL_LEN,
-        max_waiting_requests=2048,
+        max_waiting_requests=4096,
         max_waiting_tokens=1 << 30,
         full_groups=cut.groups.num_full,
         windowed_groups=cut.groups.num_windowed,
         window=cut.groups.window,
     )
     scheduler, most, since = Scheduler(config), 0, 0
-    for index in range(1024):
+    # No request ends meanwhile.
+    max_tokens = min(4096, config.max_len - num_tokens)
+    for index in range(2048):
         key, prompt = RequestKey(ClientId(0), Handle(index)), [index] * num_tokens
-        scheduler.submit(Request(key, str(index), prompt, RowSampling(seed=index), 4096), 0.0)
+        scheduler.submit(Request(key, str(index), prompt, RowSampling(seed=index), max_tokens), 0.0)
     while not scheduler.num_preemptions and len(scheduler.waiting) and (plan := scheduler.schedule(0.0)) is not None:
         scheduler.apply(StepResult(plan.step_id, np.zeros(len(plan.samples), np.int64)), 0.0)
         running = len(scheduler.running)
