@@ -33,6 +33,7 @@ _LATENTS: Mapping[str, Mapping[str, int]] = {
     "DeepseekV3ForCausalLM": _DEEPSEEK,
     "Glm4MoeLiteForCausalLM": _DEEPSEEK,
     "MiniCPM3ForCausalLM": {"kv_lora_rank": 256, "qk_rope_head_dim": 32},
+    "PLMForCausalLM": _DEEPSEEK,
     "YoutuForCausalLM": _DEEPSEEK,
 }
 _MAX_HEADER_BYTES = 100_000_000

@@ -22,15 +22,17 @@ from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.runtime.processors import num_processors
 from quire.runtime.settings import ConfigurationError
 from worker_svc.gguf_names import (
+    DIFFERENT,
     JOINED,
     LAYERS,
-    NAMES,
     NORMS_FROM_1,
     OF_CONFIGURATION,
     ROTATED,
+    ROTATED_HEADS,
     ROTATES_NEIGHBOURS,
     ROWS,
     TRANSPOSED,
+    USUAL,
     WITHOUT_KIND,
 )
 
@@ -303,7 +305,7 @@ class _Layout:
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
         self._architecture = header.metadata.get("general.architecture", "")
-        self._names = NAMES.get(self._architecture, {})
+        self._names = {**USUAL, **DIFFERENT.get(self._architecture, {})}
         self._first_of_drafts = self._layers_of_model()
 
     def is_of_drafts(self, tensor: GgufTensor) -> bool:
@@ -369,8 +371,8 @@ class _Layout:
     def _arrangement(self, base: str, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         if TRANSPOSED.search(name):
             return lambda stored: stored.T
-        if self._architecture in ROTATES_NEIGHBOURS and base in ROTATED:
-            heads = self._heads(ROTATED[base])
+        if self._architecture in ROTATES_NEIGHBOURS and base in (*ROTATED, *ROTATED_HEADS):
+            heads = self._heads(ROTATED[base]) if base in ROTATED else 1
             return lambda stored: _split_halves(stored, heads)
         if self._architecture in NORMS_FROM_1 and name.endswith("norm.weight"):
             return lambda stored: stored - 1

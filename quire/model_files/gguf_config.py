@@ -1,47 +1,61 @@
-"""The config.json of a GGUF file of llama.cpp's first families, and the parts that all families share."""
+"""Parts of the config.json of a GGUF file that families share: sizes, the rotation, windows and experts."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from quire.model_files.gguf_header import GgufFields
+from quire.model_files.gguf_header import GgufFields, GgufTensor
 
+Config = dict[str, Any]
+Reader = Callable[[GgufFields, Config], Config]
+"""Reads fields of config.json, given the fields before."""
+Part = Config | Reader
+FULL, SLIDING = "full_attention", "sliding_attention"
 _ROPE_FACTORS = "rope_freqs.weight"
-_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _F32 = 0
 RMS_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-RELU_2 = ("hidden_act", "relu2")
 SOFTMAX, SIGMOID = 1, 2
 """Values of expert_gating_func."""
 
 
-def decoder(
-    fields: GgufFields,
-    architecture: str,
+def row(
     model_type: str,
+    *parts: Part,
     activation: tuple[str, str] = ("hidden_act", "silu"),
-    width_of_experts: int | None = None,
-    *,
     eps: tuple[str, str] = ("rms_norm_eps", RMS_EPS),
     rotates_partly: bool = False,
-) -> dict[str, Any]:
-    """The configuration of families with heads of key and value.
+) -> Callable[[GgufFields], Config]:
+    """The configuration of a family with heads of key and value. Later parts replace fields of earlier ones.
 
     Args:
         activation: a field of config.json and its value.
-        width_of_experts: If each layer has experts, a file may omit the width of other layers.
         eps: a field of config.json, and the field of the file with its value.
         rotates_partly: whether the rotation may turn only a part of each head.
     """
+
+    def read(fields: GgufFields) -> Config:
+        config = {"model_type": model_type, **_decoder(fields, rotates_partly)}
+        config |= {eps[0]: fields.positive(eps[1]), activation[0]: activation[1]}
+        for part in parts:
+            config |= part(fields, config) if callable(part) else part
+        return config
+
+    return read
+
+
+def _decoder(fields: GgufFields, rotates_partly: bool) -> Config:
     heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", max(width // heads, 1))
-    rotated = fields.size("rope.dimension_count", head_dim)
+    # 0 is written for heads that rotate as a whole, too.
+    given = fields.own("rope.dimension_count", (int, list), "a whole number", head_dim)
+    rotated = fields.size("rope.dimension_count", head_dim) if given else head_dim
     is_partial = rotates_partly and rotated < head_dim
     if (rotated != head_dim and not is_partial) or fields.size("attention.value_length", head_dim) != head_dim:
         raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
+    # If the first layer has experts, a file may omit the width of other layers.
+    width_of_experts = _width_of_experts(fields) if first_dense_layers(fields) == 0 else None
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
         "hidden_size": width,
         "intermediate_size": fields.size("feed_forward_length", width_of_experts),
         "num_hidden_layers": num_layers(fields),
@@ -50,8 +64,6 @@ def decoder(
         "head_dim": head_dim,
         **({"partial_rotary_factor": rotated / head_dim} if rotates_partly else {}),
         "max_position_embeddings": fields.size("context_length"),
-        eps[0]: fields.positive(eps[1]),
-        activation[0]: activation[1],
         "rope_theta": fields.positive("rope.freq_base", 10_000.0),
         "rope_scaling": rope_scaling(fields, head_dim),
         "attention_bias": has_bias(fields, "attn_q") or has_bias(fields, "attn_qkv"),
@@ -72,44 +84,123 @@ def has_bias(fields: GgufFields, name: str) -> bool:
     return f"blk.0.{name}.bias" in fields.header.tensors
 
 
-def _llama(fields: GgufFields) -> dict[str, Any]:
-    """Llama, Mistral, and Mixtral, which is a Llama with experts here."""
-    if fields.has("expert_count") and fields.own("expert_count", int, "a whole number"):
-        return decoder(fields, "MixtralForCausalLM", "mixtral") | {
-            "sliding_window": None,
-            "num_local_experts": fields.size("expert_count"),
-            "num_experts_per_tok": num_chosen_experts(fields),
+def has(fields: GgufFields, name: str) -> bool:
+    """Whether a layer has the tensor, of any number."""
+    return any(each.endswith(f".{name}") for each in fields.header.tensors)
+
+
+# Parts of rows
+
+
+def biases(name: str, tensor: str) -> Reader:
+    """Field `name`: whether the first layer has biases in `tensor`."""
+    return lambda fields, _: {name: has_bias(fields, tensor)}
+
+
+def presence(name: str, tensor: str) -> Reader:
+    """Field `name`: whether a layer has the tensor."""
+    return lambda fields, _: {name: has(fields, tensor)}
+
+
+def numbers(**names: str) -> Reader:
+    """The numbers that the file has, by names in config.json, of fields by their names in the file."""
+    return lambda fields, _: {name: fields.positive(key) for name, key in names.items() if fields.has(key)}
+
+
+def renamed(name: str, other: str) -> Reader:
+    """Field `name` in place of field `other`."""
+    return lambda _, config: {name: config.pop(other)}
+
+
+def windows(period: int, *, may_differ: bool = False) -> Reader:
+    """The window, and the layers that have it: as the file says, or all but the last of each `period` layers; no
+    layer if the file has no window.
+
+    Args:
+        may_differ: whether layers with a window may have another rotation.
+    """
+
+    def read(fields: GgufFields, config: Config) -> Config:
+        count = config["num_hidden_layers"]
+        if not fields.has("attention.sliding_window"):
+            return {"sliding_window": None, "layer_types": [FULL] * count}
+        slides = fields.own("attention.sliding_window_pattern", (int, list), "a whole number or a list", period)
+        if not isinstance(slides, list):
+            slides = [slides > 0 and (index + 1) % slides > 0 for index in range(count)]
+        if len(slides) < count:
+            raise fields.error(f"attention.sliding_window_pattern has {len(slides)} entries for {count} layers")
+        theta = fields.positive("rope.freq_base", 10_000.0)
+        if not may_differ and fields.positive("rope.freq_base_swa", theta) != theta:
+            raise fields.error("rope.freq_base_swa differs from rope.freq_base, which is not read")
+        types = [SLIDING if each else FULL for each in slides[:count]]
+        return {"sliding_window": fields.size("attention.sliding_window"), "layer_types": types}
+
+    return read
+
+
+def experts(
+    count: str = "num_experts",
+    *,
+    chosen: str = "num_experts_per_tok",
+    width: str = "intermediate_size",
+    num_shared: str | None = None,
+    shared_width: str | None = None,
+    gating: int = SOFTMAX,
+) -> Reader:
+    """The numbers of experts, by their names in config.json: all experts, the chosen ones, the width of each, how many
+    experts the one that all tokens have is as wide as, and its width, if the file has such an expert."""
+
+    def read(fields: GgufFields, _: Config) -> Config:
+        found = {count: fields.size("expert_count"), chosen: num_chosen_experts(fields, gating)}
+        found[width] = own = _width_of_experts(fields)
+        shared = _tensor_of_any_layer(fields, "ffn_down_shexp.weight")
+        if num_shared is not None:
+            found[num_shared] = 0 if shared is None else shared.shape[-1] // own
+        if shared_width is not None and shared is not None:
+            found[shared_width] = shared.shape[-1]
+        return found
+
+    return read
+
+
+def deepseek_experts(
+    count: str = "n_routed_experts",
+    num_shared: str = "n_shared_experts",
+    scale: str = "routed_scaling_factor",
+    gating: int = SIGMOID,
+) -> Reader:
+    """The experts of DeepSeek V3, by the names that some numbers have in config.json."""
+    sizes = experts(count, width="moe_intermediate_size", num_shared=num_shared, gating=gating)
+
+    def read(fields: GgufFields, config: Config) -> Config:
+        return {
+            **sizes(fields, config),
+            "first_k_dense_replace": first_dense_layers(fields),
+            "norm_topk_prob": fields.flag(f"{fields.architecture}.expert_weights_norm", False),
+            scale: fields.positive("expert_weights_scale", 1.0),
+            "n_group": fields.size("expert_group_count", 1),
+            "topk_group": fields.size("expert_group_used_count", 1),
         }
-    config = decoder(fields, "LlamaForCausalLM", "llama")
-    config["mlp_bias"] = has_bias(fields, "ffn_gate")
-    if fields.has("attention.sliding_window"):
-        window = fields.size("attention.sliding_window")
-        return config | {"architectures": ["MistralForCausalLM"], "sliding_window": window}
-    return config
+
+    return read
 
 
-def phi_3(
-    fields: GgufFields,
-    architecture: str = "Phi3ForCausalLM",
-    model_type: str = "phi3",
-    width_of_experts: int | None = None,
-) -> dict[str, Any]:
-    """Phi-3 and PhiMoE, whose rotations may have factors for short and for long texts."""
-    config = decoder(fields, architecture, model_type, width_of_experts=width_of_experts, rotates_partly=True)
-    length = fields.size("rope.scaling.original_context_length", config["max_position_embeddings"])
-    window = fields.own("attention.sliding_window", int, "a whole number", 0) or None
-    config |= {"original_max_position_embeddings": length, "sliding_window": window}
-    # Not the default of transformers, which small vocabularies do not have.
-    config["pad_token_id"] = fields.token_id("padding")
-    if _LONG_FACTORS not in fields.header.tensors:
-        return config
-    count = fields.size("rope.dimension_count", config["head_dim"]) // 2
-    names = {"short_factor": _SHORT_FACTORS, "long_factor": _LONG_FACTORS}
-    scaling: dict[str, object] = {"rope_type": "longrope"}
-    scaling |= {key: list(_read_factors(fields, names[key], count)) for key in names}
-    if fields.has("rope.scaling.attn_factor"):
-        scaling["attention_factor"] = fields.positive("rope.scaling.attn_factor")
-    return config | {"rope_scaling": scaling}
+def first_dense_layers(fields: GgufFields) -> int:
+    """Layers before the first one that has experts."""
+    tensors, count = fields.header.tensors, num_layers(fields)
+    return next((index for index in range(count) if f"blk.{index}.ffn_down_exps.weight" in tensors), count)
+
+
+def _tensor_of_any_layer(fields: GgufFields, name: str) -> GgufTensor | None:
+    return next((each for key, each in fields.header.tensors.items() if key.endswith(f".{name}")), None)
+
+
+def _width_of_experts(fields: GgufFields) -> int:
+    """From the shape of a tensor, so that a damaged field does not exhaust memory."""
+    down = _tensor_of_any_layer(fields, "ffn_down_exps.weight")
+    if down is None or len(down.shape) != 3:
+        raise fields.error("tensor blk.0.ffn_down_exps.weight is missing, or has no three dimensions")
+    return down.shape[2]
 
 
 def num_chosen_experts(fields: GgufFields, gating: int = SOFTMAX) -> int:
@@ -123,119 +214,9 @@ def num_chosen_experts(fields: GgufFields, gating: int = SOFTMAX) -> int:
     return chosen
 
 
-def _qwen(
-    fields: GgufFields, architecture: str, model_type: str, width_of_experts: int | None = None
-) -> dict[str, Any]:
-    if fields.has("attention.sliding_window"):
-        raise fields.error(f"sliding windows of {model_type} are not read")
-    return decoder(fields, architecture, model_type, width_of_experts=width_of_experts)
-
-
-def _qwen_with_experts(fields: GgufFields, architecture: str, model_type: str) -> dict[str, Any]:
-    """Only Qwen 3 divides the weights of the chosen experts by their sum, as in llama.cpp; no field says so."""
-    tensors = fields.header.tensors
-    experts = tensors.get("blk.0.ffn_down_exps.weight")
-    if experts is None or len(experts.shape) != 3:
-        raise fields.error("tensor blk.0.ffn_down_exps.weight is missing, or has no three dimensions")
-    width = experts.shape[2]
-    config = _qwen(fields, architecture, model_type, width) | {
-        "num_experts": fields.size("expert_count"),
-        "num_experts_per_tok": num_chosen_experts(fields),
-        "moe_intermediate_size": width,
-        "norm_topk_prob": model_type == "qwen3_moe",
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    shared = tensors.get("blk.0.ffn_gate_shexp.weight")
-    return config if shared is None else config | {"shared_expert_intermediate_size": shared.shape[0]}
-
-
-GELU = "gelu_pytorch_tanh"
-
-
-def _gemma_2(fields: GgufFields) -> dict[str, Any]:
-    config = decoder(fields, "Gemma2ForCausalLM", "gemma2", ("hidden_activation", GELU))
-    return config | {
-        "query_pre_attn_scalar": _query_scale(config, layers_of_largest=46),
-        "sliding_window": fields.size("attention.sliding_window", 4096),
-        "attn_logit_softcapping": fields.positive("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
-    }
-
-
-def _gemma_3(fields: GgufFields) -> dict[str, Any]:
-    config = decoder(fields, "Gemma3ForCausalLM", "gemma3_text", ("hidden_activation", GELU))
-    num_layers = config["num_hidden_layers"]
-    # Without a window, all layers attend to all tokens.
-    slides = [False] * num_layers
-    if fields.has("attention.sliding_window"):
-        pattern = fields.own("attention.sliding_window_pattern", (int, list), "a whole number or a list", 6)
-        if isinstance(pattern, list):
-            slides = [bool(each) for each in pattern]
-        elif pattern > 0:
-            slides = [(index + 1) % pattern > 0 for index in range(num_layers)]
-    if len(slides) != num_layers:
-        raise fields.error(f"attention.sliding_window_pattern has {len(slides)} entries for {num_layers} layers")
-    del config["rope_theta"]
-    scaling = config.pop("rope_scaling") or {"rope_type": "default"}
-    theta_of_windows = fields.positive("rope.freq_base_swa", 10_000.0)
-    config |= {
-        "query_pre_attn_scalar": _query_scale(config, layers_of_largest=62),
-        "sliding_window": fields.size("attention.sliding_window", 4096),
-        "layer_types": ["sliding_attention" if each else "full_attention" for each in slides],
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": theta_of_windows},
-            "full_attention": scaling | {"rope_theta": fields.positive("rope.freq_base", 1_000_000.0)},
-        },
-    }
-    if fields.has("final_logit_softcapping"):
-        config["final_logit_softcapping"] = fields.positive("final_logit_softcapping")
-    return config
-
-
-def _query_scale(config: Mapping[str, Any], *, layers_of_largest: int) -> int:
-    """No field has it; the models of 27B differ from the others, and llama.cpp knows them by their layers."""
-    if config["num_hidden_layers"] == layers_of_largest:
-        return config["hidden_size"] // config["num_attention_heads"]
-    return config["head_dim"]
-
-
-def _gpt2(fields: GgufFields) -> dict[str, Any]:
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "n_embd": fields.size("embedding_length"),
-        "n_inner": fields.size("feed_forward_length"),
-        "n_layer": fields.size("block_count"),
-        "n_head": fields.size("attention.head_count"),
-        "n_positions": fields.size("context_length"),
-        "layer_norm_epsilon": fields.positive("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-    }
-
-
-FIRST_CONFIGS: dict[str, Callable[[GgufFields], dict[str, Any]]] = {
-    "llama": _llama,
-    "mistral": _llama,
-    "qwen2": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
-    "qwen3": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
-    # The language models of vision models: their rotation is the usual one in texts.
-    "qwen2vl": lambda fields: _qwen(fields, "Qwen2ForCausalLM", "qwen2"),
-    "qwen3vl": lambda fields: _qwen(fields, "Qwen3ForCausalLM", "qwen3"),
-    "qwen2moe": lambda fields: _qwen_with_experts(fields, "Qwen2MoeForCausalLM", "qwen2_moe"),
-    "qwen3moe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
-    "qwen3vlmoe": lambda fields: _qwen_with_experts(fields, "Qwen3MoeForCausalLM", "qwen3_moe"),
-    "gemma": lambda fields: decoder(fields, "GemmaForCausalLM", "gemma", ("hidden_act", GELU)),
-    "gemma2": _gemma_2,
-    "gemma3": _gemma_3,
-    "phi3": phi_3,
-    "gpt2": _gpt2,
-}
-
-
 def rope_scaling(fields: GgufFields, head_dim: int) -> dict[str, Any] | None:
-    if _LONG_FACTORS in fields.header.tensors and not fields.architecture.startswith("phi"):
-        raise fields.error(f"{_LONG_FACTORS} is not read in models of {fields.architecture}")
+    if LONG_FACTORS in fields.header.tensors and fields.architecture not in ("phi3", "phimoe", "minicpm3"):
+        raise fields.error(f"{LONG_FACTORS} is not read in models of {fields.architecture}")
     if _ROPE_FACTORS in fields.header.tensors:
         return _factors_of_rotation(fields, head_dim)
     # Files of before 2024 have another name for the factor. A factor without a type is linear.
@@ -270,7 +251,7 @@ def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     Llama 3.1 and later have such factors in place of their parameters; of these, only `factor`, the greatest factor,
     differs between the models. Other files with factors are a longrope with the same factors at all lengths.
     """
-    stored = _read_factors(fields, _ROPE_FACTORS, head_dim // 2)
+    stored = read_factors(fields, _ROPE_FACTORS, head_dim // 2)
     factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
     if all(
         math.isclose(found, expected, rel_tol=1e-3)
@@ -307,7 +288,7 @@ def llama_3_factors(
         yield 1 / ((1 - smooth) / factor + smooth)
 
 
-def _read_factors(fields: GgufFields, name: str, count: int) -> Sequence[float]:
+def read_factors(fields: GgufFields, name: str, count: int) -> Sequence[float]:
     tensor = fields.header.tensors.get(name)
     if tensor is None or tensor.ggml_type != _F32 or tensor.shape != (count,):
         raise fields.error(f"{name} is not {count} numbers in float32")

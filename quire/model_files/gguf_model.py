@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.model_files.architectures import ARCHITECTURES
 from quire.model_files.gguf_config import num_layers
 from quire.model_files.gguf_families import CONFIGS
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
@@ -110,7 +111,8 @@ def _config(fields: GgufFields) -> dict[str, Any]:
         "tie_word_embeddings": _OUTPUT not in fields.header.tensors,
         "dtype": _dtype(fields),
     }
-    return make(fields) | shared
+    config = make(fields) | shared
+    return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
 
 
 def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:

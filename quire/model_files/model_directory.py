@@ -7,74 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from quire.model_files.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_model import describe
 from quire.runtime.settings import ConfigurationError
-
-_ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "opt": "OPTForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "ministral": "MinistralForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "seed_oss": "SeedOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "granitemoe": "GraniteMoeForCausalLM",
-    "granitemoeshared": "GraniteMoeSharedForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "exaone4": "Exaone4ForCausalLM",
-    "glm": "GlmForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "glm4_moe": "Glm4MoeForCausalLM",
-    "minimax_m2": "MiniMaxM2ForCausalLM",
-    "cohere": "CohereForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "starcoder2": "Starcoder2ForCausalLM",
-    "stablelm": "StableLmForCausalLM",
-    "ernie4_5": "Ernie4_5ForCausalLM",
-    "hunyuan_v1_dense": "HunYuanDenseV1ForCausalLM",
-    "phimoe": "PhimoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "olmo": "OlmoForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "flex_olmo": "FlexOlmoForCausalLM",
-    "helium": "HeliumForCausalLM",
-    "arcee": "ArceeForCausalLM",
-    "nemotron": "NemotronForCausalLM",
-    "jais2": "Jais2ForCausalLM",
-    "vaultgemma": "VaultGemmaForCausalLM",
-    "cwm": "CwmForCausalLM",
-    "dots1": "Dots1ForCausalLM",
-    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
-    "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
-    "solar_open": "SolarOpenForCausalLM",
-    "exaone_moe": "ExaoneMoeForCausalLM",
-    "hy_v3": "HYV3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "minicpm3": "MiniCPM3ForCausalLM",
-    "youtu": "YoutuForCausalLM",
-    "gemma3n_text": "Gemma3nForCausalLM",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4_unified_text": "Gemma4UnifiedForCausalLM",
-}
-"""Architectures by model_type of config.json."""
-SUPPORTED_ARCHITECTURES = tuple(_ARCHITECTURES.values())
-"""The architectures that Quire implements itself."""
 
 _QWEN_2_VL = {
     "vocab_size": 152064,
@@ -455,7 +392,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
     text = _text_config(config)
     kind, is_within = str(text.get("model_type")), text is not config or config.get("model_type") in _TYPES_WITHIN
     usual, _ = _TYPES_WITHIN.get(kind, (kind, {}))
-    architecture = _ARCHITECTURES.get(usual)
+    architecture = ARCHITECTURES.get(usual)
     if architecture is not None and not names and not is_within:
         return architecture, None
     is_causal = not config.get("is_encoder_decoder") and config.get("model_type") != _NOT_CAUSAL
@@ -489,7 +426,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """The part of config.json about the language model within a model that reads more than text."""
     text = _text_config(config)
-    usual = next(kind for kind, name in _ARCHITECTURES.items() if name == architecture)
+    usual = next(kind for kind, name in ARCHITECTURES.items() if name == architecture)
     _, defaults = _TYPES_WITHIN.get(str(text.get("model_type")), (usual, {}))
     of_whole = [*_OF_WHOLE] if text.get("tie_word_embeddings") else [*_OF_WHOLE, "tie_word_embeddings"]
     further = {name: config[name] for name in of_whole if config.get(name) is not None}

@@ -64,8 +64,20 @@ _ARCHITECTURES = {
     "exaone_moe": "exaone-moe",
 }
 """Architectures whose name is not the type of the model."""
-_PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "internlm2", "xverse")
-_SIGMOIDS = ("deepseek_v3", "glm4_moe_lite", "glm4_moe", "solar_open", "dots1", "minimax_m2", "exaone_moe")
+_PERMUTED = (
+    *("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "internlm2", "xverse"),
+    *("baichuan", "maincoder", "deepseek", "bailingmoe"),
+)
+_SIGMOIDS = (
+    "bailingmoe2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "solar_open",
+    "dots1",
+    "minimax_m2",
+    "exaone_moe",
+)
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms))\.\d+\.(.*)")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
@@ -132,8 +144,8 @@ def write_gguf(
         *("olmo2", "exaone4", "exaone-moe"),
     ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture == "deepseek2":
-        _add_latents(writer, config, merged_latents)
+    if architecture in ("deepseek2", "minicpm3", "plm"):
+        _add_latents(writer, architecture, config, merged_latents)
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
@@ -187,7 +199,7 @@ def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
         writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
 
 
-def _add_latents(writer: gguf.GGUFWriter, config: dict[str, Any], merged: bool) -> None:
+def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], merged: bool) -> None:
     """The sizes of latent attention, which is as wide as latents in llama.cpp, except in old files."""
     rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
     key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
@@ -196,8 +208,8 @@ def _add_latents(writer: gguf.GGUFWriter, config: dict[str, Any], merged: bool) 
         sizes |= {f"{name}_mla": size for name, size in sizes.items() if name.startswith("attention")}
         sizes |= {"attention.key_length": rank + rotated, "attention.value_length": rank, "attention.head_count_kv": 1}
     for key, value in sizes.items():
-        writer.kv_data[0].pop(f"deepseek2.{key}", None)
-        writer.add_uint32(f"deepseek2.{key}", value)
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        writer.add_uint32(f"{architecture}.{key}", value)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
@@ -254,13 +266,16 @@ def _stored_tensors(
     table = _names_in_files(kind)
     for name, data in _apart(architecture, config, _tensors(directory)):
         base, _, suffix = name.rpartition(".")
-        stored = table.get_name(base)
+        # Architectures whose files have merged tensors have no names for their parts.
+        stored = table.get_name(base) or _names_in_files(gguf.MODEL_ARCH.LLAMA).get_name(base)
         assert stored is not None, name
         if architecture == "gpt2" and name.endswith(_TRANSPOSED):
             data = np.ascontiguousarray(data.T)
         if architecture in _PERMUTED and (".q_proj" in name or ".k_proj" in name):
             heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        if architecture == "maincoder" and name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+            data = data.reshape(2, -1).T.reshape(-1)
         if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             data = data + 1
         raw = None

@@ -639,3 +639,31 @@ def edit_tensors(directory: Path, change: Callable[[dict[str, torch.Tensor]], di
     """Changes the tensors of model.safetensors."""
     path = directory / "model.safetensors"
     save_file(change(load_file(path)), path, metadata={"format": "pt"})
+
+
+def make_remote_model(directory: Path, name: str) -> PreTrainedModel:
+    """Writes a model of a family that transformers has no class for; returns a model of another one that computes the
+    same. The first DeepSeek is Qwen 2 whose shared expert has the weight 1/2; PLM is Youtu with other MLPs."""
+    if name == "plm":
+        reference = make_model(directory, Family("Youtu", {**WIDE_LATENT, "q_lora_rank": None, "v_head_dim": 24}))
+        for layer in reference.model.layers:
+            layer.mlp.forward = lambda x, mlp=layer.mlp: mlp.down_proj(torch.relu(mlp.up_proj(x)) ** 2)
+        edit_tensors(directory, lambda tensors: {key: tensors[key] for key in tensors if "gate_proj" not in key})
+        edit_config(directory, architectures=["PLMForCausalLM"], model_type="plm", hidden_act="relu2")
+        return reference
+    fields = {"qkv_bias": False, "mlp_only_layers": [0], "shared_expert_intermediate_size": 48}
+    reference = make_model(directory, Family("Qwen2Moe", FEW_EXPERTS | fields))
+    for layer in reference.model.layers[1:]:
+        layer.mlp.shared_expert_gate.weight.data.zero_()
+
+    def halved(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            key.replace("shared_expert.", "shared_experts."): value / 2 if "shared_expert.down" in key else value
+            for key, value in tensors.items()
+            if "shared_expert_gate" not in key
+        }
+
+    edit_tensors(directory, halved)
+    numbers = {"n_routed_experts": FEW_EXPERTS["num_experts"], "n_shared_experts": 1, "first_k_dense_replace": 1}
+    edit_config(directory, architectures=["DeepseekForCausalLM"], model_type="deepseek", **numbers)
+    return reference

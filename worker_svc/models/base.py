@@ -285,6 +285,12 @@ class ConfigFields:
             raise self.error(name, value, f"a list of {count} numbers")
         return [float(x) for x in value]
 
+    def check_only(self, name: str, only: float | bool) -> None:
+        """Raises ConfigurationError if the field has another value than `only`."""
+        found = self.flag(name, only) if isinstance(only, bool) else self.number(name, only)
+        if found != only:
+            raise self.error(name, found, f"{str(only).lower()}, the only supported value")
+
     def error(self, name: str, value: object, expected: str) -> ConfigurationError:
         return ConfigurationError(f"{self.section}: {name} is {value!r:.200}; expected {expected}")
 

@@ -37,6 +37,7 @@ from worker_svc.models.base import (
     head_dim_of,
     make_head,
 )
+from worker_svc.models.family_sizes import SIZES
 from worker_svc.models.rope import RopeConfig
 from worker_svc.parallel.ranks import heads_of_rank
 from worker_svc.weights import Placement
@@ -579,22 +580,41 @@ def _rotations(config: DecoderConfig, placement: Placement) -> list[Rotation | N
 
 @dataclass(frozen=True, slots=True)
 class DecoderFamily:
-    """A row of the table of families.
+    """A row of the table of families: what differs from LLaMA.
 
     Attributes:
         architecture: its name in config.json.
-        defaults: of transformers, for fields that config.json lacks and that differ from LLaMA's.
-        describe: what config.json, over the defaults, means. Raises ConfigurationError.
+        defaults: of transformers, for fields that config.json lacks, except for sizes, which are in `family_sizes`.
+        parts: of `DecoderConfig`, which replace LLaMA's in their order. A function of the fields and of the
+            configuration before gives the part.
+        fixed: fields that mean this to `DecoderConfig.read` whatever config.json says. A function of the fields gives
+            the value.
+        only: fields that may have only this value.
+        rotates_partly: whether the rotation may turn a part of each head.
+        describe: what config.json means, over the defaults, if a function says it as a whole.
     """
 
     architecture: str
     defaults: Mapping[str, Any]
-    describe: Callable[[Mapping[str, Any]], DecoderConfig]
+    parts: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    only: Mapping[str, Any]
+    rotates_partly: bool
+    describe: Callable[[Mapping[str, Any]], DecoderConfig] | None = None
     base_prefix: str = "model."
 
     def read_config(self, values: Mapping[str, Any]) -> DecoderConfig:
         """Raises ConfigurationError for a field of another type or out of range."""
-        return self.describe({**self.defaults, **values})
+        fields = ConfigFields({**SIZES.get(self.architecture, {}), **self.defaults, **values})
+        if self.describe is not None:
+            return self.describe(fields.values)
+        for name, value in self.only.items():
+            fields.check_only(name, value)
+        fixed = {name: value(fields) if callable(value) else value for name, value in self.fixed.items()}
+        config = DecoderConfig.read({**fields.values, **fixed}, rotates_partly=self.rotates_partly)
+        for name, part in self.parts.items():
+            config = replace(config, **{name: part(fields, config) if callable(part) else part})
+        return config
 
     def from_config(self, config: Mapping[str, Any], placement: Placement) -> Decoder:
         """Raises as `read_config`."""

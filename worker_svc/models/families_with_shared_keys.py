@@ -3,18 +3,19 @@
 from dataclasses import replace
 
 from worker_svc.layers.altup import AltUpConfig
-from worker_svc.layers.experts import ExpertsConfig
 from worker_svc.layers.per_layer_inputs import PerLayerConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
-from worker_svc.models.families import read_gemma_2
+from worker_svc.models.families import GEMMA_2
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
+    MOE_WIDTH,
     Families,
     Values,
-    num_chosen,
-    with_two_rotations,
-    with_windows,
+    all_but_last_of,
+    experts,
+    rope_sections,
+    windows,
     without_window,
 )
 from worker_svc.models.rope import RopeConfig
@@ -46,14 +47,18 @@ _GEMMA_4_DEFAULTS = _GEMMA_DEFAULTS | {
 }
 
 
-@WITH_SHARED_KEYS.add("Gemma4ForCausalLM", _GEMMA_4_DEFAULTS)
-@WITH_SHARED_KEYS.add(
-    "Gemma4UnifiedForCausalLM",
-    _GEMMA_4_DEFAULTS,
-    max_position_embeddings=262144,
-    sliding_window=1024,
-    hidden_size_per_layer_input=0,
-)
+_GEMMA_3N_DEFAULTS = _GEMMA_DEFAULTS | {
+    "vocab_size": 262400,
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 35,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "num_kv_shared_layers": 15,
+    "final_logit_softcapping": 30.0,
+}
+
+
 def _gemma4(values: Values) -> DecoderConfig:
     """Gemma 3 (text) with plain norms, also of values, and with factors on layers. Layers without a window have other
     heads, whose values may be their keys. Layers may have inputs of their own, and experts in addition to the MLP."""
@@ -64,9 +69,10 @@ def _gemma4(values: Values) -> DecoderConfig:
     last = fields.integer("num_hidden_layers") - 1
     if isinstance(types, list) and len(types) > last:
         values = {**values, "layer_types": [*types[:last], "full_attention", *types[last + 1 :]]}
-    full, sliding = with_two_rotations(ConfigFields(values), 1e6, "rope_local_base_freq", 1e4)
-    config, fields = read_gemma_2(sliding), ConfigFields(full)
-    config = with_windows(config, fields, lambda index: (index + 1) % 6 > 0 and index != last)
+    full, sliding = rope_sections(ConfigFields(values), 1e6, "rope_local_base_freq", 1e4)
+    config, fields = GEMMA_2.read_config(sliding), ConfigFields(full)
+    slides = windows(lambda index: (index + 1) % 6 > 0 and index != last)
+    config = replace(config, sliding_windows=slides(fields, config))
     heads = _heads_without_window(fields, config)
     config = replace(
         _with_shared_keys(config, fields),
@@ -75,8 +81,8 @@ def _gemma4(values: Values) -> DecoderConfig:
         sliding_rope=config.rope,
         norm_offset=0.0,
         layer_scale="layer_scalar",
-        values_are_keys=without_window(config) if fields.flag("attention_k_eq_v", False) else frozenset(),
-        experts=_experts_beside_mlp(fields, config) if fields.flag("enable_moe_block", False) else None,
+        values_are_keys=without_window(fields, config) if fields.flag("attention_k_eq_v", False) else frozenset(),
+        experts=_EXPERTS_BESIDE_MLP(fields, config) if fields.flag("enable_moe_block", False) else None,
     )
     if not fields.flag("use_double_wide_mlp", False):
         return config
@@ -84,18 +90,6 @@ def _gemma4(values: Values) -> DecoderConfig:
     return replace(config, intermediate_sizes=config.num_cache_layers * (config.intermediate_size,) + of_shared)
 
 
-@WITH_SHARED_KEYS.add(
-    "Gemma3nForCausalLM",
-    _GEMMA_DEFAULTS,
-    vocab_size=262400,
-    hidden_size=2048,
-    intermediate_size=16384,
-    num_hidden_layers=35,
-    num_key_value_heads=2,
-    max_position_embeddings=32768,
-    num_kv_shared_layers=15,
-    final_logit_softcapping=30.0,
-)
 def _gemma3n(values: Values) -> DecoderConfig:
     """Gemma 3 (text) with plain norms, also of values; inputs of each layer of their own, several residual streams, and
     sparse MLPs in some layers."""
@@ -108,9 +102,10 @@ def _gemma3n(values: Values) -> DecoderConfig:
         if not isinstance(each, list) or len(each) != count or not all(_is_below(number, limit) for number in each):
             raise ConfigFields(values).error(name, each, f"a list of {count} numbers from 0 to below {limit}")
     values = {**values, "intermediate_size": sizes[0]}
-    full, sliding = with_two_rotations(ConfigFields(values), 1e6, "rope_local_base_freq", 1e4)
-    config, fields = read_gemma_2(full), ConfigFields(full)
-    config = _with_shared_keys(with_windows(config, fields, lambda index: (index + 1) % 5 > 0), fields)
+    full, sliding = rope_sections(ConfigFields(values), 1e6, "rope_local_base_freq", 1e4)
+    config, fields = GEMMA_2.read_config(full), ConfigFields(full)
+    slides = windows(all_but_last_of(5))(fields, config)
+    config = _with_shared_keys(replace(config, sliding_windows=slides), fields)
     if config.per_layer is None:
         raise fields.error("hidden_size_per_layer_input", 0, "an integer of at least 1")
     num_inputs = fields.integer("altup_num_inputs", 4)
@@ -135,7 +130,7 @@ def _is_below(value: object, limit: float) -> bool:
 
 def _heads_without_window(fields: ConfigFields, config: DecoderConfig) -> tuple[int, int]:
     """As published, or as transformers 5 writes them for each layer."""
-    layers, written = without_window(config), fields.values.get("per_layer_config")
+    layers, written = without_window(fields, config), fields.values.get("per_layer_config")
     names = ("num_global_key_value_heads", "global_head_dim")
     if written is None:
         count = config.num_kv_heads
@@ -171,20 +166,21 @@ def _with_shared_keys(config: DecoderConfig, fields: ConfigFields) -> DecoderCon
     )
 
 
-def _experts_beside_mlp(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
-    count = fields.integer("num_experts")
-    return ExpertsConfig(
-        count=count,
-        num_chosen=num_chosen(fields, config, count, None, "top_k_experts"),
-        inner_size=fields.integer("moe_intermediate_size"),
-        normalized=True,
-        module="",
-        router="router.proj",
-        router_scale="router.scale",
-        expert_scales="router.per_expert_scale",
-        beside_mlp=(
-            "post_feedforward_layernorm_1",
-            "pre_feedforward_layernorm_2",
-            "post_feedforward_layernorm_2",
-        ),
-    )
+_EXPERTS_BESIDE_MLP = experts(
+    chosen="top_k_experts",
+    inner_size=MOE_WIDTH,
+    normalized=True,
+    module="",
+    router="router.proj",
+    router_scale="router.scale",
+    expert_scales="router.per_expert_scale",
+    beside_mlp=(
+        "post_feedforward_layernorm_1",
+        "pre_feedforward_layernorm_2",
+        "post_feedforward_layernorm_2",
+    ),
+)
+WITH_SHARED_KEYS.add_described("Gemma4ForCausalLM", _GEMMA_4_DEFAULTS, _gemma4)
+_UNIFIED = {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0}
+WITH_SHARED_KEYS.add_described("Gemma4UnifiedForCausalLM", _GEMMA_4_DEFAULTS | _UNIFIED, _gemma4)
+WITH_SHARED_KEYS.add_described("Gemma3nForCausalLM", _GEMMA_3N_DEFAULTS, _gemma3n)

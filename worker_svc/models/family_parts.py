@@ -1,140 +1,95 @@
-"""Parts that rows of the tables of families share: the table, windows, rotations and experts."""
+"""Parts that rows of the tables of families share: the table, windows, rotations and experts.
+
+A `Reader` is a function of the fields of config.json and of the configuration before, which gives a part.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig, DecoderFamily
-from worker_svc.models.rope import MAX_TABLE_LENGTH
+from worker_svc.models.rope import MAX_TABLE_LENGTH, RopeConfig
 
 Values = Mapping[str, Any]
-NO_BIASES: Values = {"attention_bias": False, "mlp_bias": False}
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+Reader = Callable[[ConfigFields, DecoderConfig], Any]
+IsSliding = Callable[[int], bool]
+"""Whether the layer of this number has a window."""
+
+NO_MLP_BIAS: Values = {"mlp_bias": False}
+NO_BIASES: Values = {"attention_bias": False, **NO_MLP_BIAS}
+BIASES = ("qkv_bias", "attention_output_bias", "mlp_bias")
 HEAD_NORMS = ("q_norm", "k_norm")
+WITHOUT_GATE = ("up_proj", "down_proj")
+LAYER_NORMS: Values = {"centered_norms": True, "norm_bias": True}
+NORMS_AFTER: Values = {
+    "attention_norm": None,
+    "attention_output_norm": "post_attention_layernorm",
+    "mlp_norm": None,
+    "mlp_output_norm": "post_feedforward_layernorm",
+}
+"""Norms after attention and MLP, not before."""
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # More than any model has, in all layers. It bounds what a wrong configuration can allocate.
 _MAX_EXPERTS = 1 << 16
-WITHOUT_GATE = ("up_proj", "down_proj")
 
 
 class Families(dict[str, DecoderFamily]):
     """A table of families, by architecture."""
 
     def add(
-        self, architecture: str, defaults: Values | None = None, **further: Any
-    ) -> Callable[[Callable[[Values], DecoderConfig]], Callable[[Values], DecoderConfig]]:
-        """Makes the function below a row of the table, with `defaults` and `further` ones."""
-
-        def add(describe: Callable[[Values], DecoderConfig]) -> Callable[[Values], DecoderConfig]:
-            self[architecture] = DecoderFamily(architecture, {**(defaults or {}), **further}, describe)
-            return describe
-
-        return add
-
-
-def plain_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
-    """Experts in all layers, chosen by a softmax."""
-    count = fields.integer("num_experts")
-    return ExpertsConfig(
-        count=count,
-        num_chosen=num_chosen(fields, config, count, None),
-        inner_size=config.intermediate_size,
-        normalized=fields.flag("norm_topk_prob", False),
-    )
-
-
-def with_norms_after(config: DecoderConfig) -> DecoderConfig:
-    return replace(
-        config,
-        attention_norm=None,
-        attention_output_norm="post_attention_layernorm",
-        mlp_norm=None,
-        mlp_output_norm="post_feedforward_layernorm",
-    )
-
-
-def without_window(config: DecoderConfig) -> frozenset[int]:
-    """The layers that see the whole context."""
-    return frozenset(index for index, window in enumerate(config.sliding_windows) if window is None)
-
-
-def deepseek_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
-    """DeepSeek V3's, in all but the first layers."""
-    count, inner_size = fields.integer("n_routed_experts"), fields.integer("moe_intermediate_size")
-    num_groups = fields.integer("n_group", 1)
-    chosen_groups = fields.integer("topk_group", 1)
-    if count % num_groups or count < 2 * num_groups or chosen_groups > num_groups:
-        raise fields.error("n_group", num_groups, f"groups of at least 2 of {count} experts, {chosen_groups} or more")
-    chosen = num_chosen(fields, config, count, None)
-    if chosen > count // num_groups * chosen_groups:
-        raise fields.error(
-            "num_experts_per_tok", chosen, f"at most the experts of {chosen_groups} of {num_groups} groups"
+        self,
+        architecture: str,
+        defaults: Values | None = None,
+        *,
+        like: DecoderFamily | None = None,
+        fixed: Values | None = None,
+        only: Values | None = None,
+        rotates_partly: bool = False,
+        **parts: Any,
+    ) -> DecoderFamily:
+        """A row of the table, as `DecoderFamily` describes it, with what the row `like` has, except for sizes."""
+        base = like or DecoderFamily("", {}, {}, {}, {}, False)
+        self[architecture] = family = DecoderFamily(
+            architecture,
+            defaults={**base.defaults, **(defaults or {})},
+            parts={**base.parts, **parts},
+            fixed={**base.fixed, **(fixed or {})},
+            only={**base.only, **(only or {})},
+            rotates_partly=rotates_partly or base.rotates_partly,
         )
-    num_shared = fields.integer("n_shared_experts", 1, minimum=0)
-    num_dense = min(fields.integer("first_k_dense_replace", 0, minimum=0), config.num_layers)
-    return ExpertsConfig(
-        count=count,
-        num_chosen=chosen,
-        inner_size=inner_size,
-        normalized=fields.flag("norm_topk_prob", True),
-        dense_layers=frozenset(range(num_dense)),
-        scoring=Scoring.SIGMOID,
-        correction="gate.e_score_correction_bias",
-        num_groups=num_groups,
-        num_chosen_groups=chosen_groups,
-        scale=fields.number("routed_scaling_factor", 1.0),
-        shared_inner_size=num_shared * inner_size or None,
-        shared="mlp.shared_experts",
-    )
+        return family
+
+    def add_described(self, architecture: str, defaults: Values, describe: Callable[[Values], DecoderConfig]) -> None:
+        """A row that the function `describe` gives, from config.json over the defaults."""
+        self[architecture] = DecoderFamily(architecture, defaults, {}, {}, {}, False, describe)
 
 
-def by_layer_types(experts: ExpertsConfig, fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
-    """`experts` in the sparse layers of `mlp_layer_types`; as they are without `mlp_layer_types`.
-
-    Raises:
-        ConfigurationError: an unknown type of layer, or types of another number of layers.
-    """
-    types = fields.values.get("mlp_layer_types")
-    if types is None:
-        return experts
-    known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
-    if not known or len(types) != config.num_layers:
-        raise fields.error("mlp_layer_types", types, f"{config.num_layers} of dense and sparse")
-    return replace(experts, dense_layers=frozenset(index for index, each in enumerate(types) if each == "dense"))
+# Single fields
 
 
-def with_windows(config: DecoderConfig, fields: ConfigFields, is_sliding: Callable[[int], bool]) -> DecoderConfig:
-    """`sliding_window` in layers as in `windows_of_layers`."""
-    windows = windows_of_layers(fields, config.num_layers, window_of(fields), is_sliding)
-    return replace(config, sliding_windows=windows)
+def integer(name: str, default: int | None = None, minimum: int = 1) -> Reader:
+    return lambda fields, _: fields.integer(name, default, minimum=minimum)
 
 
-def with_upper_windows(config: DecoderConfig, values: Values) -> DecoderConfig:
-    """`sliding_window` in the sliding layers of `layer_types`; without `layer_types`, from `max_window_layers` on."""
-    fields = ConfigFields(values)
-    window = window_of(fields) if fields.flag("use_sliding_window", False) else None
-    first = fields.integer("max_window_layers", 28, minimum=0)
-    windows = windows_of_layers(fields, config.num_layers, window, lambda index: index >= first)
-    return replace(config, sliding_windows=windows)
+def number(name: str, default: float | None = None) -> Reader:
+    return lambda fields, _: fields.number(name, default)
 
 
-def windows_of_layers(
-    fields: ConfigFields, num_layers: int, window: int | None, is_sliding: Callable[[int], bool]
-) -> tuple[int | None, ...]:
-    """`window` in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
+def optional_number(name: str) -> Reader:
+    return lambda fields, _: fields.optional_number(name)
 
-    Raises:
-        ConfigurationError: an unknown type of layer, or a sliding layer without a window.
-    """
-    types = fields.values.get("layer_types")
-    if types is None:
-        return tuple(window if is_sliding(index) else None for index in range(num_layers))
-    if not isinstance(types, list) or len(types) != num_layers or not all(each in (_FULL, _SLIDING) for each in types):
-        raise fields.error("layer_types", types, f"{num_layers} of {_FULL} and {_SLIDING}")
-    if window is None and _SLIDING in types:
-        raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
-    return tuple(window if each == _SLIDING else None for each in types)
+
+def flag(name: str, default: bool = False) -> Reader:
+    return lambda fields, _: fields.flag(name, default)
+
+
+def if_flag(name: str, part: object) -> Reader:
+    """`part` if the field is true; None if it is false or missing."""
+    return lambda fields, _: part if fields.flag(name, False) else None
+
+
+# Windows
 
 
 def window_of(fields: ConfigFields) -> int | None:
@@ -144,53 +99,215 @@ def window_of(fields: ConfigFields) -> int | None:
     return min(fields.integer("sliding_window"), MAX_TABLE_LENGTH)
 
 
-def with_two_rotations(
-    fields: ConfigFields, theta: float, sliding_name: str, sliding_theta: float
-) -> tuple[Values, Values]:
-    """The configuration with the rope section of layers without a window, and with that of layers with one, as
-    transformers 5 or 4 write them.
+def used_window_of(fields: ConfigFields) -> int | None:
+    """The same if the field `use_sliding_window` is true."""
+    return window_of(fields) if fields.flag("use_sliding_window", False) else None
+
+
+def window_everywhere(fields: ConfigFields, config: DecoderConfig) -> tuple[int | None, ...]:
+    """`window_of` in all layers."""
+    return (window_of(fields),) * config.num_layers
+
+
+def windows(
+    is_sliding: IsSliding, window_of: Callable[[ConfigFields], int | None] = window_of
+) -> Callable[[ConfigFields, DecoderConfig], tuple[int | None, ...]]:
+    """A window in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
+
+    The reader raises ConfigurationError for an unknown type of layer, or for a sliding layer without a window.
+    """
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> tuple[int | None, ...]:
+        window, types, count = window_of(fields), fields.values.get("layer_types"), config.num_layers
+        if types is None:
+            return tuple(window if is_sliding(index) else None for index in range(count))
+        if not isinstance(types, list) or len(types) != count or not all(each in (_FULL, _SLIDING) for each in types):
+            raise fields.error("layer_types", types, f"{count} of {_FULL} and {_SLIDING}")
+        if window is None and _SLIDING in types:
+            raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
+        return tuple(window if each == _SLIDING else None for each in types)
+
+    return read
+
+
+def all_but_last_of(period: int) -> IsSliding:
+    """All layers but the last of each `period` layers."""
+    return lambda index: (index + 1) % period > 0
+
+
+def windows_by_pattern(period: int) -> Reader:
+    """`windows` in all layers but the last of each `sliding_window_pattern` layers; `period` is its default."""
+    return lambda fields, config: windows(all_but_last_of(fields.integer("sliding_window_pattern", period)))(
+        fields, config
+    )
+
+
+def upper_windows(default: int | None = 28, window_of: Callable[[ConfigFields], int | None] = used_window_of) -> Reader:
+    """`windows` from layer `max_window_layers` on; `default` is its default."""
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> tuple[int | None, ...]:
+        first = fields.integer("max_window_layers", default, minimum=0)
+        return windows(lambda index: index >= first, window_of)(fields, config)
+
+    return read
+
+
+def without_window(_: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    """The layers that see the whole context."""
+    return frozenset(index for index, window in enumerate(config.sliding_windows) if window is None)
+
+
+# Rotations
+
+
+def rope_sections(fields: ConfigFields, theta: float, sliding_name: str, sliding_theta: float) -> tuple[Values, Values]:
+    """The configuration with the rope section of layers without a window, and with that of layers with one."""
+    given = fields.values.get("rope_parameters") or {_FULL: fields.values.get("rope_scaling") or {}}
+    if not isinstance(given, dict) or not given.keys() <= {_FULL, _SLIDING}:
+        raise fields.error("rope_parameters", given, f"sections for {_FULL} and {_SLIDING}")
+    found = [given.get(kind) or {} for kind in (_FULL, _SLIDING)]
+    if not all(isinstance(section, dict) for section in found):
+        raise fields.error("rope_parameters", given, "a section for each kind of layer")
+    bases = (fields.number("rope_theta", theta), fields.number(sliding_name, sliding_theta))
+    full, sliding = ({"rope_theta": base, **section} for base, section in zip(bases, found, strict=True))
+    plain = {**fields.values, "rope_scaling": None}
+    return {**plain, "rope_parameters": full}, {**plain, "rope_parameters": sliding}
+
+
+def two_rotations(theta: float, sliding_name: str, sliding_theta: float) -> dict[str, Any]:
+    """The arguments of a row whose layers with a window have another rotation than the others. transformers 5 writes
+    a section for each kind, transformers 4 a field for each base.
 
     Args:
         theta: the default of `rope_theta`.
         sliding_name: the field of transformers 4 with the base of layers with a window, and its default.
     """
-    values = fields.values
-    given = values.get("rope_parameters") or {_FULL: values.get("rope_scaling") or {}}
-    if not isinstance(given, dict) or not given.keys() <= {_FULL, _SLIDING}:
-        raise fields.error("rope_parameters", given, f"sections for {_FULL} and {_SLIDING}")
-    sections = {kind: given.get(kind) or {} for kind in (_FULL, _SLIDING)}
-    if not all(isinstance(section, dict) for section in sections.values()):
-        raise fields.error("rope_parameters", given, "a section for each kind of layer")
-    bases = {_FULL: fields.number("rope_theta", theta), _SLIDING: fields.number(sliding_name, sliding_theta)}
-    full, sliding = ({"rope_theta": bases[kind], **section} for kind, section in sections.items())
-    plain = {**values, "rope_scaling": None}
-    return {**plain, "rope_parameters": full}, {**plain, "rope_parameters": sliding}
+
+    def sliding_rope(fields: ConfigFields, config: DecoderConfig) -> RopeConfig:
+        _, sliding = rope_sections(fields, theta, sliding_name, sliding_theta)
+        return RopeConfig.read(ConfigFields(sliding), config.head_dim)
+
+    def full_rope(fields: ConfigFields) -> Values:
+        full, _ = rope_sections(fields, theta, sliding_name, sliding_theta)
+        return full["rope_parameters"]
+
+    fixed = {**NO_MLP_BIAS, "rope_scaling": None, "rope_parameters": full_rope}
+    return {"fixed": fixed, "sliding_rope": sliding_rope}
 
 
-def qwen_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
-    """None if no layer has experts."""
+# Experts
+
+MOE_WIDTH = integer("moe_intermediate_size")
+
+
+def _given(fields: ConfigFields, names: str | tuple[str, str]) -> str:
+    if isinstance(names, str):
+        return names
+    return names[0] if names[0] in fields.values else names[1]
+
+
+def experts(
+    count: str | tuple[str, str] = "num_experts",
+    default_count: int | None = None,
+    chosen: str = "num_experts_per_tok",
+    default_chosen: int | None = None,
+    **parts: Any,
+) -> Callable[[ConfigFields, DecoderConfig], ExpertsConfig]:
+    """Experts whose numbers are the fields `count` and `chosen`, with parts as rows of families have them. If `count`
+    has two names, the second counts only where the first is missing."""
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
+        number = fields.integer(_given(fields, count), default_count)
+        if number * config.num_layers > _MAX_EXPERTS:
+            raise fields.error("num_experts", number, f"at most {_MAX_EXPERTS} in {config.num_layers} layers together")
+        num_chosen = fields.integer(chosen, default_chosen)
+        if num_chosen > number:
+            raise fields.error(chosen, num_chosen, f"at most {number}, the number of experts")
+        read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
+        return ExpertsConfig(**{"inner_size": config.intermediate_size, **read}, count=number, num_chosen=num_chosen)
+
+    return read
+
+
+def mixtral_experts(
+    default_count: int | None, default_chosen: int, count: str | tuple[str, str] = "num_local_experts", **parts: Any
+) -> Reader:
+    """Experts by Mixtral's names."""
+    named = {"module": "block_sparse_moe", "names": ("w1", "w3", "w2"), "normalized": True, **parts}
+    return experts(count, default_count, default_chosen=default_chosen, **named)
+
+
+def qwen_experts(**parts: Any) -> Reader:
+    """Experts in some layers; None if no layer has experts."""
+
+    def dense_layers(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+        step, dense = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
+            raise fields.error("mlp_only_layers", dense, "a list of layers")
+        return frozenset(dense) | {index for index in range(config.num_layers) if (index + 1) % step}
+
     # transformers 5 writes Qwen3's number by Mixtral's name.
-    count = fields.integer("num_local_experts" if "num_local_experts" in fields.values else "num_experts", minimum=0)
-    if not count:
-        return None
-    step, dense = fields.integer("decoder_sparse_step", 1), fields.values.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(each, int) for each in dense):
-        raise fields.error("mlp_only_layers", dense, "a list of layers")
-    return ExpertsConfig(
-        count=count,
-        num_chosen=num_chosen(fields, config, count, None),
-        inner_size=fields.integer("moe_intermediate_size"),
-        normalized=fields.flag("norm_topk_prob", False),
-        dense_layers=frozenset(dense) | {index for index in range(config.num_layers) if (index + 1) % step},
-    )
+    count = ("num_local_experts", "num_experts")
+    named = {"inner_size": MOE_WIDTH, "normalized": flag("norm_topk_prob"), "dense_layers": dense_layers, **parts}
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+        return experts(count, **named)(fields, config) if fields.integer(_given(fields, count), minimum=0) else None
+
+    return read
 
 
-def num_chosen(
-    fields: ConfigFields, config: DecoderConfig, count: int, default: int | None, name: str = "num_experts_per_tok"
-) -> int:
-    if count * config.num_layers > _MAX_EXPERTS:
-        raise fields.error("num_experts", count, f"at most {_MAX_EXPERTS} in {config.num_layers} layers together")
-    chosen = fields.integer(name, default)
-    if chosen > count:
-        raise fields.error(name, chosen, f"at most {count}, the number of experts")
-    return chosen
+def first_layers(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    """The first `first_k_dense_replace` layers."""
+    return frozenset(range(min(fields.integer("first_k_dense_replace", 0, minimum=0), config.num_layers)))
+
+
+def deepseek_experts(
+    count: str = "n_routed_experts",
+    num_shared: str = "n_shared_experts",
+    scale: str = "routed_scaling_factor",
+    **parts: Any,
+) -> Callable[[ConfigFields, DecoderConfig], ExpertsConfig]:
+    """DeepSeek V3's, in all but the first layers. `count`, `num_shared` and `scale` are fields."""
+
+    def shared_size(fields: ConfigFields, _: DecoderConfig) -> int | None:
+        return fields.integer(num_shared, 1, minimum=0) * fields.integer("moe_intermediate_size") or None
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig:
+        named: dict[str, Any] = {
+            "inner_size": MOE_WIDTH,
+            "normalized": flag("norm_topk_prob", True),
+            "dense_layers": first_layers,
+            "scoring": Scoring.SIGMOID,
+            "correction": "gate.e_score_correction_bias",
+            "num_groups": integer("n_group", 1),
+            "num_chosen_groups": integer("topk_group", 1),
+            "scale": number(scale, 1.0),
+            "shared_inner_size": shared_size,
+            "shared": "mlp.shared_experts",
+        }
+        made = experts(count, **named | parts)(fields, config)
+        groups, best = made.num_groups, made.num_chosen_groups
+        if made.count % groups or made.count < 2 * groups or best > groups:
+            raise fields.error("n_group", groups, f"groups of at least 2 of {made.count} experts, {best} or more")
+        if made.num_chosen > made.count // groups * best:
+            raise fields.error(
+                "num_experts_per_tok", made.num_chosen, f"at most the experts of {best} of {groups} groups"
+            )
+        return made
+
+    return read
+
+
+def dense_layers_by_types(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    """The dense layers of `mlp_layer_types`; without it, the first `first_k_dense_replace`.
+
+    Raises:
+        ConfigurationError: an unknown type of layer, or types of another number of layers.
+    """
+    types = fields.values.get("mlp_layer_types")
+    if types is None:
+        return first_layers(fields, config)
+    known = isinstance(types, list) and all(each in ("dense", "sparse") for each in types)
+    if not known or len(types) != config.num_layers:
+        raise fields.error("mlp_layer_types", types, f"{config.num_layers} of dense and sparse")
+    return frozenset(index for index, each in enumerate(types) if each == "dense")

@@ -21,7 +21,15 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
-from tests.support.models import NATIVE, Family, edit_config, make_model, make_tokenizer, randomize
+from tests.support.models import (
+    NATIVE,
+    Family,
+    edit_config,
+    make_model,
+    make_remote_model,
+    make_tokenizer,
+    randomize,
+)
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.models.registry import load_model
@@ -150,7 +158,47 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     assert (of_file.max_model_len, of_file.vocab_size) == (of_directory.max_model_len, of_directory.vocab_size)
 
 
-@pytest.mark.parametrize("architecture", ["exaone", "internlm2", "pangu-embedded", "xverse"])
+PLAIN_HUNYUAN = Family("HunYuanDenseV1", {"head_dim": 16})
+LONG_FACTORS: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 512}
+LONG_FACTORS |= {"short_factor": [1.0, 1.1, 1.25, 2.0], "long_factor": [1.0, 3.0, 10.0, 30.0]}
+BY_ANOTHER_NAME: dict[str, tuple[Family | None, dict[str, Any]]] = {
+    "orion": (Family("StableLm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}), {}),
+    # The field counts gate and up.
+    "qwen": (Family("Qwen2"), {"qwen.feed_forward_length": 192}),
+    "codeshell": (Family("Starcoder2", {"sliding_window": None}), {}),
+    "bailingmoe2": (NATIVE["glm4-moe"], {}),
+    "maincoder": (PLAIN_HUNYUAN, {}),
+    "hunyuan_vl": (NATIVE["hunyuan-dense"], {"hunyuan_vl.rope.scaling.alpha": 1000.0}),
+    "minicpm3": (replace(NATIVE["minicpm3"], fields=NATIVE["minicpm3"].fields | {"rope_parameters": LONG_FACTORS}), {}),
+    "deepseek": (None, {}),
+    "bailingmoe": (None, {}),
+    "deepseek2-ocr": (None, {"deepseek2-ocr.rope.dimension_count": 0}),
+    "plm": (None, {}),
+}
+"""Architectures of files, the family that they are files of, and further fields; None: transformers has no class."""
+
+
+@pytest.mark.parametrize("architecture", BY_ANOTHER_NAME)
+def test_files_of_an_architecture_compute_what_a_family_of_another_name_does(tmp_path: Path, architecture: str) -> None:
+    family, further = BY_ANOTHER_NAME[architecture]
+    if family is None:
+        make_remote_model(tmp_path, "plm" if architecture == "plm" else "deepseek")
+    else:
+        make_model(tmp_path, family)
+    of_directory = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+    edit_config(tmp_path, model_type=architecture)
+    fused, merged = architecture in ("qwen", "codeshell", "bailingmoe2"), architecture in ("minicpm3", "plm")
+    file = write_gguf(tmp_path / "m.gguf", tmp_path, further=further, fused=fused, merged_latents=merged)
+    of_file = load_model(file, device=torch.device("cpu"), dtype=torch.float32)
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    found, expected = (
+        PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 40)) for model in (of_file, of_directory)
+    )
+    # The base of HunYuan VL's rotation is a number of 32 bits in the file.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if architecture == "hunyuan_vl" else 0)
+
+
+@pytest.mark.parametrize("architecture", ["exaone", "internlm2", "pangu-embedded", "xverse", "baichuan", "paddleocr"])
 def test_some_architectures_are_llamas_by_another_name(tmp_path: Path, architecture: str) -> None:
     make(tmp_path, "llama")
     plain = write_gguf(tmp_path / "plain.gguf", tmp_path)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
+from quire.model_files.gguf_families import CONFIGS
 from quire.model_files.gguf_header import GgufFields, GgufHeader
 from quire.model_files.gguf_tokenizer import _merges_of, ends_of_turns
 from quire.model_files.model_directory import ModelDirectory, weight_files
@@ -285,6 +286,14 @@ def test_what_is_not_read_is_refused_by_name(
         ModelDirectory.open(file)
     assert problem in str(caught.value)
     assert str(caught.value).startswith(str(file))
+
+
+def test_baichuan_without_a_rotation_is_refused(directory: Path, tmp_path: Path) -> None:
+    header = GgufHeader.read(write_gguf(tmp_path / "m.gguf", directory))
+    named = {key.replace("llama.", "baichuan."): value for key, value in header.metadata.items()}
+    named |= {"general.architecture": "baichuan", "baichuan.block_count": 40}
+    with pytest.raises(ConfigurationError, match="Baichuan 13B has ALiBi in place of a rotation, which is not read"):
+        CONFIGS["baichuan"](GgufFields(GgufHeader(header.path, named, header.tensors)))
 
 
 def test_pieces_of_gemma_are_merged_in_their_order_and_runs_of_spaces_stay_whole(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.support.models import (
     edit_config,
     edit_tensors,
     make_model,
+    make_remote_model,
 )
 from tests.support.models import make_model_with_images as make_with_images
 from tests.support.paged import PagedRunner, Span
@@ -113,6 +114,12 @@ def test_of_a_model_that_reads_images_the_language_model_is_served(name: str, tm
         edit_tensors(
             tmp_path, lambda tensors, old=old, new=new: {key.replace(old, new): tensors[key] for key in tensors}
         )
+    assert_serves_like(reference, load(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["deepseek", "plm"])
+def test_families_that_transformers_has_no_class_for(name: str, tmp_path: Path) -> None:
+    reference = make_remote_model(tmp_path, name)
     assert_serves_like(reference, load(tmp_path))
 
 
@@ -229,7 +236,9 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
-@pytest.mark.parametrize("family", [family for family in DECODERS if family != "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "family", [family for family in DECODERS if family != "LlamaForCausalLM" and hasattr(transformers, family)]
+)
 def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str) -> None:
     # Its default heads do not divide its hidden size.
     fields: dict[str, Any] = {"head_dim": 128} if family == "Glm4MoeForCausalLM" else {}
