@@ -642,7 +642,7 @@ class CheckedScheduler(Scheduler):
         group = self.group(key)
         sequences = group.sequences if group is not None and group.request.selects else ()
         is_lost = any(each.num_output_tokens for each in sequences)
-        wanted = {} if group is None else self._that_move(group)
+        wanted = set[BlockHash]() if group is None else self._that_move(group)
         sealed = Arrivals.move_away(self.arrivals, key, lease, now, lease_s)
         if sealed is not None and wanted - {name for _, name in sealed}:
             self._report(AssertionError(f"{key} moves, and leaves blocks that its next token reads"))
