@@ -1,0 +1,85 @@
+"""Layers with windows: what sequences hold, what the prefix cache serves, and what may run."""
+
+import pytest
+
+from quire.messages.prefix_hashes import BlockHash
+from scheduler_svc.core.prefix_index import PrefixHashes
+from scheduler_svc.core.request import NeverFitsError
+from tests.support.core_driver import Driver, make_config, make_request
+
+# Blocks of 4 tokens; a token reads itself and the 9 tokens before it.
+WINDOWED = {"full_groups": 1, "windowed_groups": 2, "window": 10}
+
+
+def held(driver: Driver, handle: int) -> list[list[int]]:
+    """The logical indices of the blocks that a running request's first sequence has, by group."""
+    (group,) = [each for each in driver.scheduler.running if each.request.key.handle == handle]
+    table, blank = group.sequences[0].block_table, driver.scheduler.batch.blocks.blank
+    entries = [table[group::3] for group in range(3)]
+    return [[index for index, block in enumerate(each) if block not in blank] for each in entries]
+
+
+def test_a_decode_keeps_the_window_and_a_prompt_the_next_chunks():
+    driver = Driver(make_config(**WINDOWED, num_blocks=200, max_num_batched_tokens=8), max_in_flight=1)
+    request = make_request(1, prompt_len=60, max_tokens=40)
+    driver.submit(request)
+    driver.plan()
+    # The window or the chunk in flight, of 10 tokens at most, and the next chunk: 18 tokens, which span 6 blocks.
+    assert held(driver, 1) == [[*range(15)], [*range(6)], [*range(6)]]
+    driver.deliver()
+    driver.run_steps(20)
+    # Token 72 reads tokens 63 to 72.
+    assert held(driver, 1) == [[*range(19)], [15, 16, 17, 18], [15, 16, 17, 18]]
+    driver.finish(request)
+
+
+def test_a_later_turn_hits_in_all_groups_and_so_does_a_branch_in_the_middle():
+    driver = Driver(make_config(**WINDOWED, num_blocks=200))
+    first = make_request(1, prompt_len=60, max_tokens=20)
+    driver.submit(first)
+    driver.finish(first)
+    turn = make_request(2, prompt=[*first.prompt, *driver.outputs[1], 1, 2, 3], max_tokens=4)
+    branch = make_request(3, prompt=[*first.prompt[:42], 49, 49, 49], max_tokens=4)
+    driver.submit(turn, branch)
+    driver.finish(turn, branch)
+    assert driver.usage[2].cached_tokens == 76
+    assert driver.usage[3].cached_tokens == 40
+
+
+def test_a_hit_ends_where_a_window_is_not_cached_any_more():
+    driver = Driver(make_config(**WINDOWED, num_blocks=200))
+    first = make_request(1, prompt_len=60, max_tokens=2)
+    driver.submit(first)
+    driver.finish(first)
+    blocks = driver.scheduler.batch.blocks
+    twelfth = PrefixHashes(first.cache_root, 4).first(13, first.prompt)[12]
+    # One group loses its block, as if it was evicted.
+    blocks.pool.rename(blocks.names.windowed(twelfth)[1], BlockHash(bytes(32)))
+    again = make_request(2, prompt=[*first.prompt], max_tokens=2)
+    driver.submit(again)
+    driver.finish(again)
+    # Tokens from 48 on read block 12; token 48 itself reads tokens 39 to 47.
+    assert driver.usage[2].cached_tokens == 48
+
+
+def test_a_pool_takes_longer_sequences_than_blocks_of_all_groups_would_hold():
+    config = make_config(**WINDOWED, num_blocks=61, max_num_batched_tokens=8, max_model_len=1000)
+    # 60 blocks without the blank one. Two groups hold 6 blocks, and 3 + 2 more of a cached window.
+    assert (config.windows_reach, config.max_windowed, config.max_len) == (6, 11, (60 - 22) * 4)
+    driver = Driver(config)
+    longest = make_request(1, prompt_len=config.max_len - 10, max_tokens=10)
+    driver.submit(longest)
+    driver.finish(longest)
+    with pytest.raises(NeverFitsError, match="a sequence can have at most 152"):
+        driver.submit(make_request(2, prompt_len=config.max_len, max_tokens=1))
+
+
+@pytest.mark.parametrize("num_sequences", [2, 3])
+def test_samples_of_one_request_share_their_prompt_in_all_groups(num_sequences: int):
+    driver = Driver(make_config(**WINDOWED, num_blocks=200, num_host_blocks=200))
+    request = make_request(1, prompt_len=42, max_tokens=30, num_sequences=num_sequences)
+    driver.submit(request)
+    driver.run_steps(8)
+    driver.preempt(request)
+    driver.finish(request)
+    assert driver.usage[1].preemptions == 1
