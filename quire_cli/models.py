@@ -24,6 +24,7 @@ _LEFT_OUT: Mapping[str, Mapping[str, int]] = {
     "GemmaForCausalLM": {"head_dim": 256},
     "Gemma2ForCausalLM": _GEMMA_2,
     "Gemma3ForCausalLM": _GEMMA_2,
+    "Gemma3nForCausalLM": {**_GEMMA_2, "num_key_value_heads": 2},
     "Qwen3ForCausalLM": {"head_dim": 128},
 }
 _DEEPSEEK = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
@@ -159,8 +160,8 @@ def _of_safetensors(files: Sequence[Path]) -> tuple[str, int]:
 
 
 def _kv_bytes(described: ModelDirectory) -> int | None:
-    """Bytes of 1,000 tokens; None if the configuration does not determine them, as with the latent attention of a model
-    that runs through transformers' code."""
+    """Bytes of 1,000 tokens; None if the configuration has no one size of heads, as of Gemma 4, or does not determine
+    it, as with the latent attention of a model that runs through transformers' code."""
     latents = _LATENTS.get(described.architecture)
     config = {**(latents or _LEFT_OUT.get(described.architecture, {})), **described.config}
 
@@ -175,7 +176,11 @@ def _kv_bytes(described: ModelDirectory) -> int | None:
     size, kv_heads = first("head_dim"), first("num_key_value_heads") or heads
     if size is None and isinstance(width, int) and isinstance(heads, int):
         size = width // heads
-    lines = 2
+    lines, shared = 2, first("num_kv_shared_layers") or 0
+    if first("global_head_dim", "per_layer_config") is not None:
+        size = None
+    if isinstance(layers, int) and isinstance(shared, int):
+        layers -= shared
     if "kv_lora_rank" in config:
         rank, rotated = first("kv_lora_rank"), first("qk_rope_head_dim")
         size = rank + rotated if latents and isinstance(rank, int) and isinstance(rotated, int) else None

@@ -135,11 +135,12 @@ def test_keys_of_a_model_whose_configuration_leaves_out_its_heads(
 def test_a_token_has_one_line_with_latent_attention(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("minicpm3", "deepseek-v32"):
+    for name in ("minicpm3", "deepseek-v32", "gemma3n-shared", "gemma4-shared"):
         make_model(tmp_path / name, name)
     assert main(["models", "--json", str(tmp_path)]) == 0
-    # V3.2 runs through transformers' code, whose layers decide.
-    assert [each["kv_bytes"] for each in json.loads(capsys.readouterr().out)[1:]] == [None, 2 * (32 + 8) * 4 * 1000]
+    # V3.2 runs through transformers' code, whose layers decide. Two layers of Gemma 3n read the keys of the others.
+    expected = [None, 2 * 2 * 2 * 16 * 4 * 1000, None, 2 * (32 + 8) * 4 * 1000]
+    assert [each["kv_bytes"] for each in json.loads(capsys.readouterr().out)[1:]] == expected
     assert _LATENTS.keys() == WITH_LATENTS.keys()
     for architecture, assumed in _LATENTS.items():
         assert sum(assumed.values()) == WITH_LATENTS[architecture].read_config({"num_experts_per_tok": 2}).head_dim

@@ -13,7 +13,7 @@ from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.runner import ModelRunner
-from worker_svc.models.base import CausalLM, NativeCausalLM
+from worker_svc.models.base import CacheLayer, CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.step import AdmittedStep, Batch, ModelGeometry, StepOutput, WorkerLimits
 
@@ -121,6 +121,8 @@ class WindowedRows:
         ("gemma3-scaled", "native", torch.float32, 4, 3),
         ("gemma3-scaled", "native", torch.bfloat16, 16, 3),
         ("gpt-oss-moe", "native", torch.bfloat16, 4, 2),
+        # Its last layers read the keys of others.
+        ("gemma3n-shared", "native", torch.float32, 4, 2),
         ("gpt-oss-moe", "transformers", torch.float32, 16, 2),
         ("mistral-sliding", "native", torch.float32, 4, 1),
         ("gemma4-wide-shared", "native", torch.bfloat16, 4, 2),
@@ -148,3 +150,8 @@ def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(
         assert all(map(torch.equal, expected, actual))
         assert all(each.isfinite().all() for each in expected)
     assert windowed.held_bytes < whole.held_bytes
+
+
+def test_layers_with_different_heads_are_in_one_group() -> None:
+    layers = (CacheLayer(2, 16, window=20), CacheLayer(2, 16, window=20), CacheLayer(1, 64))
+    assert cut_layers(layers, MAX_MODEL_LEN, 4) == LayerCut(layers)
