@@ -418,7 +418,7 @@ class PowerScales<Mxfp4> {
   }
 
  private:
-  // Of numbers from 0.5 to 6 times 2^(exponent - 127), all are normal.
+  // Exponents of scales with which numbers from 0.5 to 6 are normal.
   static constexpr char kLowest = 2, kHighest = static_cast<char>(252);
 
   static __m512i evens() {
