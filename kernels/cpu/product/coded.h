@@ -181,6 +181,8 @@ decltype(auto) with_format(int64_t stored, Function function) {
 }  // namespace quire
 
 #if defined(QUIRE_ISA)
+#include <array>
+
 #include "vec/vec.h"
 
 namespace quire::QUIRE_ISA {
@@ -256,8 +258,10 @@ class CodedBlocks {
         at_(static_cast<const std::byte*>(args.weight) + panel * Format::panel_bytes(args.in_features, args.grouping)) {
   }
 
-  // Returns the codes of the next block.
-  const std::byte* next() {
+  // Returns the codes of the next block, which follow the scales of its parts. wants(scales): whether `scales` and
+  // `minima` are needed.
+  template <class Wants>
+  const std::byte* next(Wants wants) {
     if (left_ == 0) {
       table_ = at_;
       group_ = at_ + Format::kTableBytes;
@@ -272,7 +276,8 @@ class CodedBlocks {
     }
     --left_;
     --left_of_group_;
-    for (int64_t i = 0; (Format::kParts > 0 || starts_group) && i < kPanel; i += kWidth) {
+    const bool changes = Format::kParts > 0 ? wants(at_) : starts_group;
+    for (int64_t i = 0; changes && i < kPanel; i += kWidth) {
       for (int part = 0; part < kParts; ++part) {
         const Vec scale =
             Format::kParts > 0 ? load(of_group_[0] + i) * of_piece(part * kPanel + i) : load(of_group_[0] + i);
@@ -289,6 +294,9 @@ class CodedBlocks {
     const std::byte* codes = at_ + Format::kScaleBytes;
     at_ += Format::kBlockBytes;
     return codes;
+  }
+  const std::byte* next() {
+    return next([](const std::byte*) { return true; });
   }
 
   // Scales and negative minima, or negative codes that stand for 0, of the columns of a tile, for a chunk of its codes.
@@ -360,6 +368,81 @@ class CodedBlocks {
   alignas(64) float scales_[kParts][kTimes * kPanel], minima_[kFolded ? kParts : 1][kTimes * kPanel];
 };
 
+// Expands blocks whose scales are powers of two, without floats.
+template <class Format>
+struct PowerScales {
+  // Takes the scales of a block; false where it must be expanded with floats.
+  bool load(const std::byte*) { return false; }
+  // Expands 128 codes of a tile; false where it does not.
+  bool expand(const std::byte*, int64_t, BF16*) const { return false; }
+};
+
+#if defined(__AVX512BW__)
+// A bfloat16 number is that of the code with the exponent of the scale added, in lanes of 16 bits, if all results are
+// normal: 32 numbers take four instructions.
+template <>
+class PowerScales<Mxfp4> {
+ public:
+  bool load(const std::byte* scales) {
+    const __m256i exponents = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
+    const __m256i from_lowest = _mm256_sub_epi8(exponents, _mm256_set1_epi8(kLowest));
+    is_normal_ = _mm256_cmpgt_epu8_mask(from_lowest, _mm256_set1_epi8(kHighest - kLowest)) == 0;
+    for (int tile = 0; is_normal_ && tile < 2; ++tile) {
+      const __m128i bytes = tile == 0 ? _mm256_castsi256_si128(exponents) : _mm256_extracti128_si256(exponents, 1);
+      // Both numbers of a pair are of one column.
+      const __m512i words = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(bytes), _mm512_set1_epi32(127)), 7);
+      added_[tile] = _mm512_mask_blend_epi16(0xaaaaaaaa, words, _mm512_slli_epi32(words, 16));
+    }
+    return is_normal_;
+  }
+
+  bool expand(const std::byte* codes, int64_t tile, BF16* to) const {
+    if (!is_normal_) return false;
+    const __m512i nibbles = _mm512_loadu_si512(codes);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      // The words of all lanes with codes 0 to 3, then 4 to 7, twice each: line after line, the even ones first.
+      const __m512i words = _mm512_permutexvar_epi16(_mm512_add_epi16(evens(), _mm512_set1_epi16(half)), nibbles);
+#pragma GCC unroll 2
+      for (int line = 0; line < 2; ++line) {
+        const __m512i shifts = _mm512_inserti64x4(_mm512_set1_epi16(8 * line + 4), _mm256_set1_epi16(8 * line), 0);
+        const __m512i places = _mm512_srlv_epi16(words, shifts);
+        const __m512i numbers = _mm512_permutexvar_epi16(places, table());
+        // 0 stays 0.
+        const __mmask32 has_exponent = _mm512_test_epi16_mask(places, _mm512_set1_epi16(7));
+        _mm512_storeu_si512(to + (2 * half + line) * 32,
+                            _mm512_mask_add_epi16(numbers, has_exponent, numbers, added_[tile]));
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Exponents of scales with which numbers from 0.5 to 6 are normal.
+  static constexpr char kLowest = 2, kHighest = static_cast<char>(252);
+
+  static __m512i evens() {
+    alignas(64) static constexpr auto kEvens = [] {
+      std::array<uint16_t, 32> lanes{};
+      for (int i = 0; i < 32; ++i) lanes[i] = static_cast<uint16_t>(i % 16 * 2);
+      return lanes;
+    }();
+    return _mm512_load_si512(kEvens.data());
+  }
+  // E2M1 in bfloat16, twice: the fifth bit of a place is another code's.
+  static __m512i table() {
+    alignas(64) static constexpr std::array<uint16_t, 32> kTable = {
+        0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+        0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+        0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+    return _mm512_load_si512(kTable.data());
+  }
+
+  __m512i added_[2];
+  bool is_normal_ = false;
+};
+#endif
+
 // Expands coded panels to bfloat16, one after the other.
 template <class Format>
 class CodedExpander {
@@ -375,12 +458,17 @@ class CodedExpander {
   CodedExpander(const ProductArgs& args, int64_t panel) : blocks_(args, panel) {}
 
   void start_block() {
-    codes_ = blocks_.next();
+    codes_ = blocks_.next([this](const std::byte* scales) { return !powers_.load(scales); });
     chunk_ = 0;
   }
 
   // 128 numbers: four lines of words of a tile.
   void expand(BF16* to) {
+    if (powers_.expand(codes_, chunk_ / 4, to)) {
+      codes_ += Format::kCodeBytes;
+      ++chunk_;
+      return;
+    }
     const float *scales = blocks_.scales(chunk_ / 4, chunk_ % 4), *minima = blocks_.minima(chunk_ / 4, chunk_ % 4);
     for (int64_t lane = 0; lane < Format::kLanes; lane += kWidth) {
       const auto values = values_at(lane);
@@ -428,6 +516,7 @@ class CodedExpander {
   }
 
   CodedBlocks<Format, kFolded> blocks_;
+  PowerScales<Format> powers_;
   const std::byte* codes_ = nullptr;
   int64_t chunk_ = 0;
 };
