@@ -40,7 +40,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     num_slots, num_computed = rows.num_slots[active], rows.num_computed[active]
     retired = [each.block_table for each in blocks.retired]
     num_retired = sum(len(each) - sum(map(each.count, blocks.blank)) for each in retired)
-    physical = (pool.num_used - len(blocks.blank) - num_retired) * size
+    physical = (pool.num_used - num_retired) * size
     # The last token of a sequence is never computed and takes no slot.
     left = np.maximum(rows.max_len[active] - 1 - num_computed, 0)
     held = num_empty = reserved = 0
