@@ -13,7 +13,7 @@ from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.runner import ModelRunner
-from worker_svc.models.base import CacheLayer, CausalLM, NativeCausalLM
+from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.step import AdmittedStep, Batch, ModelGeometry, StepOutput, WorkerLimits
 
@@ -150,8 +150,3 @@ def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(
         assert all(map(torch.equal, expected, actual))
         assert all(each.isfinite().all() for each in expected)
     assert windowed.held_bytes < whole.held_bytes
-
-
-def test_layers_with_different_heads_are_in_one_group() -> None:
-    layers = (CacheLayer(2, 16, window=20), CacheLayer(2, 16, window=20), CacheLayer(1, 64))
-    assert cut_layers(layers, MAX_MODEL_LEN, 4) == LayerCut(layers)
