@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.kv_cache import sealed_start
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
@@ -209,7 +210,7 @@ class Arrivals:
                 num_sealed = len(blocks.cached_start(sequence).blocks) // blocks.num_groups
             elif rows.active[sequence.row]:
                 num_sealed = int(rows.num_sealed[sequence.row])
-            sealed.update(blocks.sealed_start(sequence, num_sealed))
+            sealed.update(sealed_start(blocks, sequence, num_sealed))
         for step in state.in_flight:
             for block in step.from_host.tolist():
                 # Its content has not arrived yet.

@@ -35,7 +35,7 @@ def check(scheduler: Scheduler) -> None:
     _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired), [*blocks.blank]])
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
-    _check_pool(blocks.host.pool, [*(each.block_table for each in swapped), blocks.blank_on_host])
+    _check_pool(blocks.host.pool, [*(each.block_table for each in swapped), [*blocks.blank_on_host]])
     _check_seals(scheduler, running, blocks.pool)
     _check_seals(scheduler, swapped, blocks.host.pool)
     _check_sizes(scheduler)

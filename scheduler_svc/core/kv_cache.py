@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Self
 
 from quire.messages.prefix_hashes import BlockHash, in_group
-from scheduler_svc.core.cache_log import CachedTokens
+from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -20,6 +20,7 @@ from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.windows import Windows
 
 _HASHES_AT_FIRST = 16
 """Blocks at the start of a sequence that are hashed for the first lookup; more if all of these are cached."""
@@ -47,10 +48,10 @@ class BlockManager(BlockTables[Sequence]):
         """Keeps blocks that the pool evicts."""
         self.names = BlockNames(config.groups)
         self._config = config
-        self.windows_reach = config.windows_reach
-        blank = [pool.take_blank()] if self.groups.num_windowed else []
-        self.blank = frozenset(blank)
-        self._blanks = blank * self.groups.num_windowed
+        self.windows = Windows(config, pool)
+        self.blank = self.windows.blank
+        self.blank_on_host = frozenset[BlockId]()
+        """The host block that stands for `blank`."""
         self._retired: deque[Sequence] = deque()
         self._num_versions = 0
         self.num_looked_up = 0
@@ -68,11 +69,7 @@ class BlockManager(BlockTables[Sequence]):
         self.host = host
         if host.pool.num_blocks:
             self._unread = {host.pool.take_blank(): block for block in self.blank}
-
-    @property
-    def blank_on_host(self) -> list[BlockId]:
-        """The host block that stands for `blank`."""
-        return list(self._unread)
+            self.blank_on_host = frozenset(self._unread)
 
     def blocks_for(self, num_tokens: int) -> int:
         return self._config.blocks_for(num_tokens)
@@ -93,7 +90,7 @@ class BlockManager(BlockTables[Sequence]):
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
-        self.tell(sequence, 0, len(blocks) // self.num_groups)
+        tell(self.pool.log, self.num_groups, sequence, 0, len(blocks) // self.num_groups)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -111,67 +108,35 @@ class BlockManager(BlockTables[Sequence]):
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
             starts.append(self._allocate_one(sequence, shared))
-            self._note_full(sequence, sequence.block_table, before)
+            _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
 
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
         if not self.blank:
             return super().num_new(num_entries, sequence)
         first, end = num_entries // self.num_groups, -(-sequence.num_tokens // self.block_size)
-        num_windowed = self._end_of_windows(first, end, sequence) - first
+        num_windowed = self.windows.first_end(first, end, sequence) - first
         return self.groups.num_full * (end - first) + self.groups.num_windowed * num_windowed
-
-    def _end_of_windows(self, first: int, end: int, sequence: Sequence) -> int:
-        """The logical index up to which a sequence that computes its blocks from `first` to before `end` has blocks of
-        the windowed groups at first."""
-        if sequence.request.num_sequences > 1:
-            return end
-        return min(end, self.groups.first_read(first * self.block_size) + self.windows_reach)
 
     def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         if not self.blank:
             return super()._extended(table, sequence)
         blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
-        sequence.windows_end = near = self._end_of_windows(first, end, sequence)
+        sequence.windows_end = near = self.windows.first_end(first, end, sequence)
         num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
         table = [*table, *blocks[:num_near]]
         for index in range(end - near):
             place = num_near + index * num_full
-            table += [*blocks[place : place + num_full], *self._blanks]
-        self.pool.touch(self._blanks * (end - near))
+            table += [*blocks[place : place + num_full], *self.windows.blanks]
+        self.pool.touch(self.windows.blanks * (end - near))
         return table
-
-    def extend_windows(self, sequence: Sequence, end: int) -> list[tuple[int, BlockId]]:
-        """Gives a sequence blocks of the windowed groups up to the logical index `end`. Returns their places in its
-        table, and the blocks. Raises OutOfBlocksError."""
-        table, groups = sequence.block_table, self.groups
-        places = [
-            index * groups.num_groups + group
-            for index in range(sequence.windows_end, end)
-            for group in range(groups.num_full, groups.num_groups)
-        ]
-        blocks = self.take(len(places))
-        self.pool.free([table[place] for place in places])
-        for place, block in zip(places, blocks, strict=True):
-            table[place] = block
-        sequence.windows_end = max(end, sequence.windows_end)
-        return list(zip(places, blocks, strict=True))
 
     def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
         if self.blank:
             for each in sequences:
-                self.free_before_windows(each.block_table, 0, self.groups.first_read(each.num_swapped_tokens))
+                self.windows.free_before(each.block_table, 0, self.groups.first_read(each.num_swapped_tokens))
         super().swap_out(sequences)
-
-    def free_before_windows(self, table: list[BlockId], first: int, end: int) -> None:
-        """Frees the blocks of the windowed groups in a table, with logical indices from `first` to before `end`."""
-        size, blanks = self.num_groups, self._blanks * (end - first)
-        self.pool.touch(blanks)
-        for group in range(self.groups.num_full, size):
-            places = slice(first * size + group, end * size, size)
-            self.pool.free(table[places])
-            table[places] = blanks[: end - first]
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks that the next step, or a later one, writes. Cached content in them is kept on the host. Raises
@@ -185,7 +150,7 @@ class BlockManager(BlockTables[Sequence]):
         if not self.host.caches:
             return shared
         start = len(shared) // self.num_groups
-        hashes = self._find(sequence, start, self._is_here)
+        hashes = _find(self, sequence, start, self._is_here)
         end = len(hashes)
         self.num_looked_up += max(end - start, 0)
         if end <= start:
@@ -209,25 +174,13 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.seal(block, name)
             sealed.append((block, name))
         self.sealed_by_step += sealed
-        self.tell(sequence, start, end, sealed)
+        tell(self.pool.log, self.num_groups, sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
 
     def _is_here(self, name: BlockHash) -> bool:
         return bool(self.pool.hits((name,))) or name in self.host
-
-    def _find(self, sequence: Sequence, first: int, is_found: Callable[[BlockHash], bool]) -> list[BlockHash]:
-        """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
-        groups before the logical index `first` are known to be."""
-        hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-        for index in range(first, self.num_shareable(sequence)):
-            (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
-            if not all(map(is_found, self.names.full(content))):
-                break
-            hashes.append(content)
-        end = self.groups.hit_length(len(hashes), lambda index: all(map(is_found, self.names.windowed(hashes[index]))))
-        return hashes[:end]
 
     def _shared(
         self, sequence: Sequence, before: Mapping[BlockHash, SequenceOf[BlockId | None]]
@@ -237,7 +190,7 @@ class BlockManager(BlockTables[Sequence]):
         own blocks of the same content, and the cached ones have no holder then."""
         size, cached = self.num_groups, self.cached(sequence)
         shared: list[BlockId | None] = []
-        for index, content in enumerate(self._shareable(sequence)):
+        for index, content in enumerate(sequence.shareable_hashes):
             place = index * size
             if content in before:
                 shared += before[content]
@@ -249,17 +202,6 @@ class BlockManager(BlockTables[Sequence]):
             len(shared) // size, lambda index: self.blank.isdisjoint(shared[index * size : index * size + size])
         )
         return shared[: num_blocks * size]
-
-    def _note_full(
-        self,
-        sequence: Sequence,
-        table: SequenceOf[BlockId | None],
-        before: dict[BlockHash, SequenceOf[BlockId | None]],
-    ) -> None:
-        """Adds the full blocks of a sequence with this table."""
-        size = self.num_groups
-        for index, content in enumerate(self._full(sequence)):
-            before[content] = table[index * size : index * size + size]
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
@@ -274,7 +216,7 @@ class BlockManager(BlockTables[Sequence]):
             hits.update(block for block in shared if block is not None)
             num_new = self.num_new(len(shared), sequence)
             needed += num_new
-            self._note_full(sequence, [*shared, *[None] * num_new], before)
+            _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
@@ -286,47 +228,8 @@ class BlockManager(BlockTables[Sequence]):
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
         sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
-        self.tell(sequence, first, end, sealed)
+        tell(self.pool.log, self.num_groups, sequence, first, end, sealed)
         return sealed
-
-    def sealed_start(self, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
-        """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
-        tokens read, or one token block before these, up to the first that a full group does not have."""
-        first = self.groups.first_read(max(num_blocks - 1, 0) * self.block_size)
-        for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
-            names = self.names.full(content)
-            blocks = self.pool.hits(names)
-            yield from zip(blocks, names, strict=False)
-            if len(blocks) < len(names):
-                return
-            for name in self.names.windowed(content) if index >= first else ():
-                yield from zip(self.pool.hits((name,)), (name,), strict=False)
-
-    def tell(
-        self, sequence: Sequence, first: int, end: int, sealed: SequenceOf[tuple[BlockId, BlockHash]] = ()
-    ) -> None:
-        """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
-        `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
-        log = self.pool.log
-        if log is None or not (sealed or log.unread):
-            return
-        fresh = {name for _, name in sealed}
-        for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
-            for group in range(self.num_groups):
-                name = in_group(content, group)
-                if name in fresh:
-                    log.stored(name, self._cached_tokens(sequence, index, group))
-                elif name in log.unread:
-                    log.read(name, self._cached_tokens(sequence, index, group))
-
-    def _cached_tokens(self, sequence: Sequence, index: int, group: int) -> CachedTokens:
-        """The content of the sequence's block of a group with this logical index."""
-        parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
-        start = index * self.block_size
-        token_ids = sequence.token_ids[start : start + self.block_size]
-        if (adapter := sequence.request.adapter) is None:
-            return CachedTokens(parent, token_ids, group=group)
-        return CachedTokens(parent, token_ids, adapter.digest, adapter.name, group)
 
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
@@ -342,7 +245,7 @@ class BlockManager(BlockTables[Sequence]):
             start = self.cached_start(sequence)
             cached.update(dict.fromkeys(start.blocks))
             num_cached = len(start.blocks) // self.num_groups
-            hashes = self._find(sequence, num_cached, is_somewhere)
+            hashes = _find(self, sequence, num_cached, is_somewhere)
             # The newest block of a request that moves may not come.
             names = self.names.needed(hashes[num_cached:], num_cached, num_spare=tier is None)
             for name in filter(None, names):
@@ -381,7 +284,7 @@ class BlockManager(BlockTables[Sequence]):
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
-        max_blocks = min(max_blocks, self.num_shareable(sequence))
+        max_blocks = min(max_blocks, sequence.num_shareable)
         if self.blank:
             self._find_windows(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
@@ -427,7 +330,7 @@ class BlockManager(BlockTables[Sequence]):
         blocks: list[BlockId] = []
         for index in range(end):
             blocks += start.full[index * size : index * size + size]
-            blocks += windowed[index] if index >= first else self._blanks
+            blocks += windowed[index] if index >= first else self.windows.blanks
         if blocks != start.blocks:
             self._num_versions += 1
             start.blocks, start.num_free = [], 0
@@ -445,20 +348,81 @@ class BlockManager(BlockTables[Sequence]):
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
         start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, self.num_shareable(sequence))
+        end = min(start + count, sequence.num_shareable)
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 
-    def _shareable(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of the blocks that the sequence may take from others."""
-        return sequence.prefix_hashes.first(self.num_shareable(sequence), sequence.token_ids)
 
-    def _full(self, sequence: Sequence) -> list[BlockHash]:
-        """Hashes of all its full blocks."""
-        return sequence.prefix_hashes.first(sequence.num_tokens // self.block_size, sequence.token_ids)
+def _find(
+    blocks: BlockManager, sequence: Sequence, first: int, is_found: Callable[[BlockHash], bool]
+) -> list[BlockHash]:
+    """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
+    groups before the logical index `first` are known to be."""
+    hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
+    for index in range(first, sequence.num_shareable):
+        (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
+        if not all(map(is_found, blocks.names.full(content))):
+            break
+        hashes.append(content)
+    windowed = blocks.names.windowed
+    end = blocks.groups.hit_length(len(hashes), lambda index: all(map(is_found, windowed(hashes[index]))))
+    return hashes[:end]
 
-    def num_shareable(self, sequence: Sequence) -> int:
-        """Blocks that the sequence may take from others."""
-        return sequence.max_cached_tokens // self.block_size
+
+def _note_full(
+    sequence: Sequence,
+    table: SequenceOf[BlockId | None],
+    num_groups: int,
+    before: dict[BlockHash, SequenceOf[BlockId | None]],
+) -> None:
+    """Adds the full blocks of a sequence with this table, by the hashes of their tokens."""
+    for index, content in enumerate(sequence.full_hashes):
+        before[content] = table[index * num_groups : index * num_groups + num_groups]
+
+
+def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
+    """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
+    tokens read, or one token block before these, up to the first that a full group does not have."""
+    first = blocks.groups.first_read(max(num_blocks - 1, 0) * blocks.block_size)
+    for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
+        names = blocks.names.full(content)
+        found = blocks.pool.hits(names)
+        yield from zip(found, names, strict=False)
+        if len(found) < len(names):
+            return
+        for name in blocks.names.windowed(content) if index >= first else ():
+            yield from zip(blocks.pool.hits((name,)), (name,), strict=False)
+
+
+def tell(
+    log: CacheLog | None,
+    num_groups: int,
+    sequence: Sequence,
+    first: int,
+    end: int,
+    sealed: SequenceOf[tuple[BlockId, BlockHash]] = (),
+) -> None:
+    """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
+    `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
+    if log is None or not (sealed or log.unread):
+        return
+    fresh = {name for _, name in sealed}
+    for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
+        for group in range(num_groups):
+            name = in_group(content, group)
+            if name in fresh:
+                log.stored(name, cached_tokens(sequence, index, group))
+            elif name in log.unread:
+                log.read(name, cached_tokens(sequence, index, group))
+
+
+def cached_tokens(sequence: Sequence, index: int, group: int) -> CachedTokens:
+    """The content of the sequence's block of a group with this logical index."""
+    parent = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)[0] if index else None
+    size = sequence.prefix_hashes.block_size
+    token_ids = sequence.token_ids[index * size : index * size + size]
+    if (adapter := sequence.request.adapter) is None:
+        return CachedTokens(parent, token_ids, group=group)
+    return CachedTokens(parent, token_ids, adapter.digest, adapter.name, group)
 
 
 class VictimTables:

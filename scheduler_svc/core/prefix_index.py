@@ -25,7 +25,7 @@ class PrefixHashes:
         """`root` is the `root_hash` of the sequence's tenant and adapter."""
         self._hashes: list[BlockHash] = []
         self._parent = root
-        self._block_size = block_size
+        self.block_size = block_size
 
     def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
         """The hashes of the first `count` blocks. `token_ids` fills all of them."""
@@ -39,16 +39,16 @@ class PrefixHashes:
 
     def _compute(self, count: int, token_ids: Sequence[int]) -> None:
         known = len(self._hashes)
-        packed = pack(token_ids[known * self._block_size : count * self._block_size])
-        assert len(packed) == 4 * (count - known) * self._block_size, "only full blocks have a hash"
-        self._hashes += hash_chain(self._parent, packed, 4 * self._block_size)
+        packed = pack(token_ids[known * self.block_size : count * self.block_size])
+        assert len(packed) == 4 * (count - known) * self.block_size, "only full blocks have a hash"
+        self._hashes += hash_chain(self._parent, packed, 4 * self.block_size)
         self._parent = self._hashes[-1]
 
     def copy(self) -> "PrefixHashes":
         """A copy for a forked sequence: the same hashes so far, and independent from here on."""
         twin = object.__new__(PrefixHashes)
         twin._hashes = list(self._hashes)
-        twin._parent, twin._block_size = self._parent, self._block_size
+        twin._parent, twin.block_size = self._parent, self.block_size
         return twin
 
 

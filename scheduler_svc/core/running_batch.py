@@ -338,19 +338,19 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         # If the row leaves the batch, its newest known token is computed again.
         position = np.minimum(computed, table.num_known[rows] - 1)
         unread = np.maximum(position - blocks.groups.window + 1, 0) // self._block_size
-        must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.windows_reach
+        must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.windows.reach
         ends = np.minimum(unread, np.maximum(table.num_sealed[rows], must_go))
         starts = table.windows_start[rows]
         for place in (ends > starts).nonzero()[0].tolist():
             row, end = int(rows[place]), int(ends[place])
-            blocks.free_before_windows(self.sequence(row).block_table, int(starts[place]), end)
+            blocks.windows.free_before(self.sequence(row).block_table, int(starts[place]), end)
             table.windows_start[row] = end
 
     def add_chunk(self, row: int, group: SequenceGroup) -> None:
         if self.blocks.blank:
             sequence, computed = self.sequence(row), int(self.rows.num_computed[row])
             end = -(-(computed + min(self.rows.num_uncomputed(row), self.draft.budget)) // self._block_size)
-            for place, block in self.blocks.extend_windows(sequence, end):
+            for place, block in self.blocks.windows.extend(sequence, end, self.blocks.take):
                 self.draft.blocks[row, place] = block
         super().add_chunk(row, group)
 
@@ -374,7 +374,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
         """Blocks at the start of a waiting sequence that it may take from the row once the row sealed them. The first
         `num_known` are known to match. Compares tokens, which takes a quarter of the time of hashing them."""
-        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.num_shareable(sequence))
+        size, max_blocks = self._block_size, min(self._num_full(row), sequence.num_shareable)
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
     def _begin(self, row: int, num_sealed: int) -> None:

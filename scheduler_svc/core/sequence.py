@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from quire.messages.logprob_columns import LogprobLog
+from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.paging import sequence as paging
@@ -78,6 +79,19 @@ class Sequence(paging.Sequence):
         if sampling.prompt_logprobs is None or self.num_output_tokens > 0:
             return self.num_tokens - 1
         return min(self.num_tokens, sampling.prompt_logprobs_start) - 1
+
+    @property
+    def num_shareable(self) -> int:
+        """Blocks of tokens that it may take from other sequences."""
+        return self.max_cached_tokens // self.prefix_hashes.block_size
+
+    @property
+    def shareable_hashes(self) -> list[BlockHash]:
+        return self.prefix_hashes.first(self.num_shareable, self.token_ids)
+
+    @property
+    def full_hashes(self) -> list[BlockHash]:
+        return self.prefix_hashes.first(self.num_tokens // self.prefix_hashes.block_size, self.token_ids)
 
     def become_fork_of(self, parent: "Sequence") -> None:
         """Copies all that the parent has except its blocks and its row."""

@@ -377,7 +377,7 @@ class _ObservedHashes(PrefixHashes):
 
     def report(self, start: int, token_ids: Sequence[int]) -> None:
         """Reports the restored blocks whose tokens are known now, from the hash number `start` on."""
-        restored, size = self._recorder.restored, self._block_size
+        restored, size = self._recorder.restored, self.block_size
         found = [
             (index, group)
             for index in range(start, len(self._hashes))
@@ -395,6 +395,6 @@ class _ObservedHashes(PrefixHashes):
             self._recorder.rename(self._hashes[index], self._hidden, index, group)
 
     def copy(self) -> PrefixHashes:
-        twin = _ObservedHashes(self._root, self._block_size, self._recorder)
+        twin = _ObservedHashes(self._root, self.block_size, self._recorder)
         twin._hashes, twin._parent, twin._hidden = list(self._hashes), self._parent, self._hidden
         return twin

@@ -482,7 +482,7 @@ class CheckedScheduler(Scheduler):
     def _check_longest(self, sequence: CoreSequence) -> None:
         """What counts as cached of a sequence is its longest start that all groups of layers can serve."""
         blocks, known = self.batch.blocks, self.batch.blocks.pool._by_hash
-        names = sequence.prefix_hashes.first(blocks.num_shareable(sequence), sequence.token_ids)
+        names = sequence.prefix_hashes.first(sequence.num_shareable, sequence.token_ids)
         longest = max(
             num_blocks
             for num_blocks in range(len(names) + 1)

@@ -29,7 +29,7 @@ from quire.service.compatibility import UNKNOWN_MODEL
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.cache_log import CachedTokens
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import BlockManager
+from scheduler_svc.core.kv_cache import BlockManager, cached_tokens
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixHashes
@@ -104,7 +104,7 @@ class NamingBlocks(BlockManager):
                 ends = int(slots[begin]), int(slots[begin + self.block_size - 1])
                 for group in range(self.num_groups):
                     begins, ends_with = (each ^ salt_of(group) for each in ends)
-                    tokens = self._cached_tokens(sequence, index, group)
+                    tokens = cached_tokens(sequence, index, group)
                     self._names[in_group(name, group)] = begins, ends_with, owner, tokens
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
