@@ -40,6 +40,7 @@ from scheduler_svc.core.request import (
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.reservations import Kind, Owner, Reservations
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.sequence import Sequence as CoreSequence
 from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan, StepResult
 from tests.sim.world.durations import Times, misread_pin
@@ -274,6 +275,20 @@ class CheckedScheduler(Scheduler):
             self.forgotten.update(arriving.hashes)
             forget_failed(arriving, failed)
 
+        free_before_windows = self.batch.free_before_windows
+
+        def free_sealed() -> None:
+            table, chunk, size = self.batch.rows, self.config.max_num_batched_tokens, self.config.block_size
+            most, before = -(-(max(self.config.window, chunk) + chunk) // size) + 1, table.windows_start.copy()
+            free_before_windows()
+            for row in (
+                (table.active & (table.windows_start > np.maximum(before, table.num_sealed))).nonzero()[0].tolist()
+            ):
+                # With one block more, and those of its next chunk.
+                if (int(table.num_computed[row]) + chunk) // size + 2 - int(table.windows_start[row]) <= most:
+                    self._report(AssertionError(f"row {row} frees blocks that nobody can find yet"))
+
+        self.batch.free_before_windows = free_sealed
         self.room.give_way, self.fetches.forget_failed = end_first, forget
         self.room.promise = keep
         self.shares.add_chunk = add
@@ -440,6 +455,8 @@ class CheckedScheduler(Scheduler):
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = Planner.schedule(self.planner, now)
+        if self.batch.blocks.blank:
+            self._check_windows()
         self.tally.planned(plan)
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
@@ -461,6 +478,31 @@ class CheckedScheduler(Scheduler):
             }:
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
+
+    def _check_windows(self) -> None:
+        """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
+        held = Counter[str]()
+        for each in (each for group in self.running for each in group.unfinished):
+            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in each.block_table)
+        if +self.batch.blocks_by_tenant() != +held:
+            self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
+        if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):
+            self._report(AssertionError(f"rows take {needed} blocks next, {counted} are counted"))
+        for group in (*self.waiting.next_few(1), *self.swapped.next_few(1)):
+            self._check_longest(group.computing[0])
+
+    def _check_longest(self, sequence: CoreSequence) -> None:
+        """What counts as cached of a sequence is its longest start that all groups of layers can serve."""
+        blocks, known = self.batch.blocks, self.batch.blocks.pool._by_hash
+        names = sequence.prefix_hashes.first(blocks.num_shareable(sequence), sequence.token_ids)
+        longest = max(
+            num_blocks
+            for num_blocks in range(len(names) + 1)
+            if all(in_group(names[index], group) in known for index, group in self._read_behind(num_blocks))
+        )
+        if (found := len(blocks.cached_start(sequence).blocks)) != longest * blocks.num_groups:
+            name = sequence.request.request_id
+            self._report(AssertionError(f"{name} finds {found} blocks, {longest} of each group are cached"))
 
     def _check_first(self, plan: StepPlan, prefilled: Mapping[int, tuple[int, int]]) -> None:
         """The first prompt goes on by its share of what decodes leave at least, or to its end. `prefilled` has the
@@ -612,12 +654,31 @@ class CheckedScheduler(Scheduler):
         group = self.group(key)
         sequences = group.sequences if group is not None and group.request.selects else ()
         is_lost = any(each.num_output_tokens for each in sequences)
+        wanted = set[BlockHash]() if group is None else self._that_move(group)
         sealed = Arrivals.move_away(self.arrivals, key, lease, now, lease_s)
+        if sealed is not None and wanted - {name for _, name in sealed}:
+            self._report(AssertionError(f"{key} moves, and leaves blocks that its next token reads"))
         if sealed is not None and is_lost:
             self._report(AssertionError(f"{key} moves, and what it has generated is lost"))
         self.tally.count("out", sealed is not None)
         self._check()
         return sealed
+
+    def _that_move(self, group: SequenceGroup) -> set[BlockHash]:
+        """The names of sealed blocks that the next token of a group reads, of the longest start that full groups have,
+        without those that come from the host."""
+        table, pool, config = self.batch.rows, self.batch.blocks.pool, self.config
+        coming = {block for step in self.in_flight for block in step.from_host.tolist()}
+        wanted = set[BlockHash]()
+        for each in group.computing if self.batch.blocks.blank else ():
+            count = int(table.num_sealed[each.row]) if each.row is not None and table.active[each.row] else 0
+            hashes = each.prefix_hashes.first(count, each.token_ids)
+            full = [
+                all(in_group(name, group) in pool._by_hash for group in range(config.full_groups)) for name in hashes
+            ]
+            for index, part in self._read_behind((*full, False).index(False)):
+                wanted.add(in_group(hashes[index], part))
+        return {name for name in wanted if pool._by_hash.get(name, BlockId(-1)) not in {BlockId(-1), *coming}}
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
         before = self.reservations[Kind.LEASE].get(lease)
@@ -917,15 +978,15 @@ class CheckedScheduler(Scheduler):
         """Whether pins would have too many blocks with this one."""
         size, num_blocks = self.config.block_size, self.config.num_blocks
         hashes = PrefixHashes(cache_root(tenant, adapter), size).first(len(token_ids) // size, token_ids)
-        names = [in_group(hashes[index], group) for index, group in self._pinned_entries(len(hashes))]
+        names = [in_group(hashes[index], group) for index, group in self._read_behind(len(hashes))]
         own = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
         every = {name for each in self.pins for name in each.hashes}
         return len(own.union(names)) > int(self.config.pin_quota * num_blocks) or len(every.union(names)) > int(
             self.config.max_pinned * num_blocks
         )
 
-    def _pinned_entries(self, num_blocks: int) -> list[tuple[int, int]]:
-        """The logical indices and groups of the blocks of a pin: those that a token behind its tokens reads."""
+    def _read_behind(self, num_blocks: int) -> list[tuple[int, int]]:
+        """The logical indices and groups of the blocks that the first token behind so many blocks reads."""
         config = self.config
         first = max(num_blocks * config.block_size - config.window + 1, 0) // config.block_size
         num_groups = config.full_groups + config.windowed_groups
@@ -949,7 +1010,7 @@ class CheckedScheduler(Scheduler):
         sixteenth. With windows it holds all to its end."""
         ends_at, seconds = self._pinned_until[pin.pin_id]
         num_parts = 1 if self.config.windowed_groups else min(len(pin.token_ids) // self.config.block_size, _NUM_PARTS)
-        num_blocks = len(self._pinned_entries(len(pin.token_ids) // self.config.block_size))
+        num_blocks = len(self._read_behind(len(pin.token_ids) // self.config.block_size))
         left = 2 * (ends_at - now) / seconds * num_parts
         least, most = (min(math.ceil(left + each), num_parts) for each in (-_TOLERANCE_S, _TOLERANCE_S))
         held = len(pin.blocks)
