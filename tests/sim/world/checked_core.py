@@ -455,8 +455,8 @@ class CheckedScheduler(Scheduler):
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = Planner.schedule(self.planner, now)
-        for group in (*self.waiting.next_few(1), *self.swapped.next_few(1)) if self.batch.blocks.blank else ():
-            self._check_longest(group.computing[0])
+        if self.batch.blocks.blank:
+            self._check_windows()
         self.tally.planned(plan)
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
@@ -478,6 +478,18 @@ class CheckedScheduler(Scheduler):
             }:
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
+
+    def _check_windows(self) -> None:
+        """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
+        held = Counter[str]()
+        for each in (each for group in self.running for each in group.unfinished):
+            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in each.block_table)
+        if +self.batch.blocks_by_tenant() != +held:
+            self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
+        if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):
+            self._report(AssertionError(f"rows take {needed} blocks next, {counted} are counted"))
+        for group in (*self.waiting.next_few(1), *self.swapped.next_few(1)):
+            self._check_longest(group.computing[0])
 
     def _check_longest(self, sequence: CoreSequence) -> None:
         """What counts as cached of a sequence is its longest start that all groups of layers can serve."""
