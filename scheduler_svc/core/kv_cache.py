@@ -150,7 +150,7 @@ class BlockManager(BlockTables[Sequence]):
         if not self.host.caches:
             return shared
         start = len(shared) // self.num_groups
-        hashes = _find(self, sequence, start, self._is_here)
+        hashes = _find(self, sequence, start, lambda name: _is_here(self, name))
         end = len(hashes)
         self.num_looked_up += max(end - start, 0)
         if end <= start:
@@ -178,9 +178,6 @@ class BlockManager(BlockTables[Sequence]):
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
-
-    def _is_here(self, name: BlockHash) -> bool:
-        return bool(self.pool.hits((name,))) or name in self.host
 
     def _shared(
         self, sequence: Sequence, before: Mapping[BlockHash, SequenceOf[BlockId | None]]
@@ -239,7 +236,7 @@ class BlockManager(BlockTables[Sequence]):
         cached, missing = dict[BlockId, None](), dict[BlockHash, None]()
 
         def is_somewhere(name: BlockHash) -> bool:
-            return tier is None or name in tier or self._is_here(name)
+            return tier is None or name in tier or _is_here(self, name)
 
         for sequence in sequences:
             start = self.cached_start(sequence)
@@ -350,6 +347,10 @@ class BlockManager(BlockTables[Sequence]):
         start = len(self.cached_start(sequence).blocks) // self.num_groups
         end = min(start + count, sequence.num_shareable)
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+
+
+def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
+    return bool(blocks.pool.hits((name,))) or name in blocks.host
 
 
 def _find(

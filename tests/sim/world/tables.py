@@ -34,7 +34,7 @@ KEPT: dict[str, str] = {
         PrefixIndex._free PrefixIndex._hashes PrefixIndex._ref_counts RecordedScheduler.restored
         Tier._by_slot Tier._slots""",
     "the block that stands for blocks that no layer reads": """
-        BlockManager._blanks BlockManager._unread""",
+        Windows.blanks BlockManager._unread""",
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled
