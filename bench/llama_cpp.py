@@ -57,8 +57,8 @@ def main(arguments: argparse.Namespace) -> None:
     ports: list[str] = arguments.ports.split(",")
     quire = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={file}", f"--http-port={ports[0]}"]
     quire += ["--grpc-port=0", "--max-num-seqs=32", "--max-model-len=1024", "--speculate=off"]
-    llama = [f"{arguments.programs}/llama-server", f"--model={file}", f"--port={ports[1]}", "--ctx-size=32768"]
-    llama += ["--threads=2", "--parallel=32", "--no-webui", "--cache-ram=0"]
+    llama = [f"{arguments.programs}/llama-server", "--model", str(file), "--port", ports[1], "--ctx-size", "32768"]
+    llama += ["--threads", "2", "--parallel", "32", "--no-webui", "--cache-ram", "0"]
     with ExitStack() as stack:
         reports = files / f"reports-{time.time_ns()}"
         stack.enter_context(_served([*quire, *arguments.quire_flags.split()], ports[0], files / "quire.log"))
@@ -78,7 +78,7 @@ def _write_file(shape: str, form: str, file: Path, sources: Path, programs: Path
     model, converted = file.with_name(shape), file.with_name(f"{shape}-BF16.gguf")
     if not converted.exists():
         _run(sys.executable, "-c", f"import sys; {make}", str(model))
-        _run(sys.executable, "-c", _CONVERT, str(sources), str(model), "--outfile", str(converted), "--outtype=bf16")
+        _run(sys.executable, "-c", _CONVERT, str(sources), str(model), "--outfile", str(converted), "--outtype", "bf16")
     _run(f"{programs}/llama-quantize", str(converted), str(file), form, "2")
 
 

@@ -62,9 +62,10 @@ def write_model(shape: str, directory: Path, *, whole_vocabulary: bool = False) 
     config = AutoConfig.for_model(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
     if whole_vocabulary:
-        return _make_tokenizer(config.vocab_size).save_pretrained(directory)
-    for name in _TOKENIZER_FILES:
-        shutil.copy(resolve_model(None) / name, directory / name)
+        _make_tokenizer(config.vocab_size).save_pretrained(directory)
+    else:
+        for name in _TOKENIZER_FILES:
+            shutil.copy(resolve_model(None) / name, directory / name)
 
 
 def _make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
 // Products of int8 tokens with coded weights (coded.h). Sums over the inputs of a scale are integers, so they do not
 // depend on how they are made: with few tokens, vectors take the codes as they are stored; with many, vectors or matrix
-// units take them from scratch memory, where each panel is put once in the order of multiplication. Included only by
-// product.cpp.
+// units take them from scratch memory, where each panel is put once in the order of multiplication. Matrix units gain
+// nothing where the sums of 16 inputs have a scale. Included only by product.cpp.
 #pragma once
 
 #include "product/vectors.h"
@@ -28,17 +28,11 @@ struct TokenPiece {
 };
 static_assert(sizeof(TokenPiece) == 64);
 
-#if defined(__AMX_BF16__)
-constexpr bool kHasMatrixUnits = true;
-#else
-constexpr bool kHasMatrixUnits = false;
-#endif
-
 // Tokens `begin` to `end` - 1, which matrix units multiply in tiles of nearly the same number. Each tile has `lines`
 // lines, of which the last ones may be unused. A piece of a tile is packed as its values, line by line, then the sums
-// of all lines for each part; that takes no more memory than a TokenPiece for each token.
+// of all lines; that takes no more memory than a TokenPiece for each token.
 struct TokenTiles {
-  static constexpr int64_t kLinesOfTile = 16, kLineBytes = kPanel + 2 * sizeof(float);
+  static constexpr int64_t kLinesOfTile = 16, kLineBytes = kPanel + sizeof(float);
 
   TokenTiles(int64_t begin, int64_t end)
       : begin(begin),
@@ -66,7 +60,7 @@ class CodeMultiplier {
 
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
-    if (kHasMatrixUnits) return 0;
+    if (kByMatrixUnits<typename Kind::Format>) return 0;
     using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;
     return args.num_tokens > kFewTokens ? pieces(args) * static_cast<int64_t>(sizeof(Piece)) : 0;
   }
@@ -81,17 +75,17 @@ class CodeMultiplier {
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     constexpr int kParts = CodedBlocks<typename Kind::Format, true>::kParts;
     for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
-      if (kHasMatrixUnits && last - first > kFewTokens) {
+      if (kByMatrixUnits<typename Kind::Format> && last - first > kFewTokens) {
         const TokenTiles tiles(first, last);
         for (int64_t tile = 0; tile < tiles.count; ++tile)
           for (int64_t i = begin; i < end; ++i)
-            pack_tile<Kind, kParts>(args, tiles, tile, i, tile_piece(args, tiles, packed, tile, i));
+            pack_tile<Kind>(args, tiles, tile, i, tile_piece(args, tiles, packed, tile, i));
         return;
       }
       for (int64_t token = first; token < last; ++token)
         for (int64_t i = begin; i < end; ++i) {
           TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
-          pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums, 1);
+          pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums);
         }
     });
   }
@@ -100,7 +94,7 @@ class CodeMultiplier {
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     using Format = typename Kind::Format;
-    if constexpr (kHasMatrixUnits) {
+    if constexpr (kByMatrixUnits<Format>) {
       if (end - begin > kFewTokens) {
         const TokenTiles tiles(begin, end);
         return with_count<3>(tiles.lines / 4 - 1, [&]<int kMore>() {
@@ -111,7 +105,7 @@ class CodeMultiplier {
     const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
-      if (!kHasMatrixUnits && args.num_tokens > kFewTokens) {
+      if (!kByMatrixUnits<Format> && args.num_tokens > kFewTokens) {
         multiply_expanded<Format>(args, panel, panel + 1 < last_panel, begin, end, scratch, tokens);
         continue;
       }
@@ -130,9 +124,17 @@ class CodeMultiplier {
 
   static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
 
-  // Packs 32 values of a token; `stride` is the distance from its sum of one part to that of the next.
+#if defined(__AMX_BF16__)
+  template <class Format>
+  static constexpr bool kByMatrixUnits = CodedBlocks<Format, true>::kParts == 1;
+#else
+  template <class Format>
+  static constexpr bool kByMatrixUnits = false;
+#endif
+
+  // Packs 32 values of a token, and their sums for each part.
   template <int kParts>
-  static void pack_piece(const int8_t* x, int8_t* values, float* sums, int64_t stride) {
+  static void pack_piece(const int8_t* x, int8_t* values, float* sums) {
     const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     int of_parts[2] = {};
     for (int half = 0; half < 2; ++half) {
@@ -143,7 +145,7 @@ class CodeMultiplier {
       sum = _mm_hadd_epi32(sum, sum);
       of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
     }
-    for (int part = 0; part < 2; ++part) sums[part * stride] = static_cast<float>(of_parts[part]);
+    for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
   }
 
   template <class AnyByte>
@@ -154,15 +156,15 @@ class CodeMultiplier {
   }
 
   // Packs a piece of a tile; unused lines are zeros.
-  template <class Kind, int kParts>
+  template <class Kind>
   static void pack_tile(const ProductArgs& args, const TokenTiles& tiles, int64_t tile, int64_t piece, std::byte* to) {
     const int64_t first = tiles.first_of(tile), count = tiles.first_of(tile + 1) - first;
     auto* values = reinterpret_cast<int8_t*>(to);
     auto* sums = reinterpret_cast<float*>(values + tiles.lines * kPanel);
-    std::memset(values + count * kPanel, 0, (tiles.lines - count) * TokenTiles::kLineBytes + count * 2 * sizeof(float));
     for (int64_t line = 0; line < count; ++line)
-      pack_piece<kParts>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line,
-                         tiles.lines);
+      pack_piece<1>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line);
+    std::memset(values + count * kPanel, 0, (tiles.lines - count) * kPanel);
+    std::memset(sums + count, 0, (tiles.lines - count) * sizeof(float));
   }
 
   // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
@@ -335,13 +337,11 @@ class CodeMultiplier {
   template <class Format, int kLines>
   static void multiply_tiles(const Pass& args, int64_t first_panel, int64_t last_panel, const TokenTiles& tiles,
                              const std::byte* packed) {
-    using Blocks = CodedBlocks<Format, true, 1>;
-    constexpr int kParts = Blocks::kParts;
-    alignas(64) PanelPiece<kParts> expanded[kPiecesAtOnce];
+    alignas(64) PanelPiece<1> expanded[kPiecesAtOnce];
     alignas(64) float sums[kMaxTokens * kPanel];
-    const MatrixUnit unit(kLines, kWordsOfPiece / kParts);
+    const MatrixUnit unit(kLines, kWordsOfPiece);
     const int64_t all = pieces(args), panel_bytes = Format::panel_bytes(args.in_features, args.grouping);
-    Blocks blocks(args, first_panel);
+    CodedBlocks<Format, true, 1> blocks(args, first_panel);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, all);
       for (int64_t first = 0; first < all; first += kPiecesAtOnce) {
@@ -354,8 +354,8 @@ class CodeMultiplier {
         for (int64_t tile = 0; tile < tiles.count; ++tile) {
           float* to = sums + tile * kLines * kPanel;
           for (int64_t half = 0; half < 2; ++half)
-            multiply_tile<kParts, kAddsMinima<Format>, kLines>(tile_piece(args, tiles, packed, tile, first), expanded,
-                                                               count, half * kTile, first == 0, to, ahead);
+            multiply_tile<kAddsMinima<Format>, kLines>(tile_piece(args, tiles, packed, tile, first), expanded, count,
+                                                       half * kTile, first == 0, to, ahead);
           const int64_t token = tiles.first_of(tile);
           if (last == all) finish(args, panel, token, tiles.first_of(tile + 1) - token, to);
         }
@@ -373,28 +373,19 @@ class CodeMultiplier {
     }
   };
 
-  // A tile of tokens by 16 columns of `count` pieces. While the matrix unit multiplies a piece, vectors scale the sums
-  // of the one before it.
-  template <int kParts, bool kWithMinima, int kLines>
-  static void multiply_tile(const std::byte* tokens, const PanelPiece<kParts>* of_panel, int64_t count, int64_t column,
-                            bool is_first, float* to, Ahead& ahead) {
-    constexpr int kWords = kWordsOfPiece / kParts, kTurns = 4;
-    constexpr int64_t kPieceBytes = kLines * TokenTiles::kLineBytes;
-    alignas(64) int32_t whole[kTurns][kParts][kLines][16];
+  // A tile of tokens by 16 columns of `count` pieces. The matrix unit is a few pieces ahead of the vectors that scale
+  // its sums.
+  template <bool kWithMinima, int kLines>
+  [[gnu::noinline]] static void multiply_tile(const std::byte* tokens, const PanelPiece<1>* of_panel, int64_t count,
+                                              int64_t column, bool is_first, float* to, Ahead& ahead) {
+    constexpr int64_t kTurns = 4, kPieceBytes = kLines * TokenTiles::kLineBytes;
+    alignas(64) int32_t whole[kTurns][kLines][kTile];
     auto multiply = [&](int64_t piece) {
-      const std::byte* values = tokens + piece * kPieceBytes;
       _tile_zero(0);
-      _tile_loadd(4, values, kPanel);
+      _tile_loadd(4, tokens + piece * kPieceBytes, kPanel);
       _tile_loadd(6, of_panel[piece].codes[0][column], kPanel * 4);
       _tile_dpbsud(0, 4, 6);
-      _tile_stored(0, whole[piece % kTurns][0], 64);
-      if constexpr (kParts == 2) {
-        _tile_zero(1);
-        _tile_loadd(5, values + kWords * 4, kPanel);
-        _tile_loadd(7, of_panel[piece].codes[kWords][column], kPanel * 4);
-        _tile_dpbsud(1, 5, 7);
-        _tile_stored(1, whole[piece % kTurns][1], 64);
-      }
+      _tile_stored(0, whole[piece % kTurns], kTile * 4);
     };
     Vec sums[kLines];
 #pragma GCC unroll 16
@@ -404,15 +395,11 @@ class CodeMultiplier {
       if (piece + kTurns - 1 < count) multiply(piece + kTurns - 1);
       ahead.fetch();
       const auto* of_lines = reinterpret_cast<const float*>(tokens + piece * kPieceBytes + kLines * kPanel);
-#pragma GCC unroll 2
-      for (int part = 0; part < kParts; ++part) {
-        const Vec scale = load(of_panel[piece].scales[part] + column);
-        const Vec minimum = load(of_panel[piece].minima[part] + column);
+      const Vec scale = load(of_panel[piece].scales[0] + column), minimum = load(of_panel[piece].minima[0] + column);
 #pragma GCC unroll 16
-        for (int line = 0; line < kLines; ++line) {
-          sums[line] = fma(to_floats(load_int(whole[piece % kTurns][part][line])), scale, sums[line]);
-          if constexpr (kWithMinima) sums[line] = fma(minimum, set1(of_lines[part * kLines + line]), sums[line]);
-        }
+      for (int line = 0; line < kLines; ++line) {
+        sums[line] = fma(to_floats(load_int(whole[piece % kTurns][line])), scale, sums[line]);
+        if constexpr (kWithMinima) sums[line] = fma(minimum, set1(of_lines[line]), sums[line]);
       }
     }
 #pragma GCC unroll 16
