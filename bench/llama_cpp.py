@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", type=Path, required=True, help="directory for models, files and logs")
     parser.add_argument("--format", default="Q4_K_M", help="format of the file, as llama-quantize names it")
     parser.add_argument("--quire-flags", default="--quantization=int8-dynamic", help="further flags of `quire serve`")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each server")
     parser.add_argument("--ports", default="8201,8202", help="ports of Quire and llama.cpp")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load at each server, in turn")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first load, as in `bench servers`")
@@ -57,11 +58,12 @@ def main(arguments: argparse.Namespace) -> None:
     ports: list[str] = arguments.ports.split(",")
     quire = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={file}", f"--http-port={ports[0]}"]
     quire += ["--grpc-port=0", "--max-num-seqs=32", "--max-model-len=1024", "--speculate=off"]
+    quire += [f"--num-threads={arguments.threads}", *arguments.quire_flags.split()]
     llama = [f"{arguments.programs}/llama-server", "--model", str(file), "--port", ports[1], "--ctx-size", "32768"]
-    llama += ["--threads", "2", "--parallel", "32", "--no-webui", "--cache-ram", "0"]
+    llama += ["--threads", str(arguments.threads), "--parallel", "32", "--no-webui", "--cache-ram", "0"]
     with ExitStack() as stack:
         reports = files / f"reports-{time.time_ns()}"
-        stack.enter_context(_served([*quire, *arguments.quire_flags.split()], ports[0], files / "quire.log"))
+        stack.enter_context(_served(quire, ports[0], files / "quire.log"))
         stack.enter_context(_served(llama, ports[1], files / "llama.log"))
         parser = argparse.ArgumentParser()
         servers.add_arguments(parser)
