@@ -39,7 +39,7 @@ WEIGHTS = {each.value: packed_as(each) for each in Quantization} | {
     f"{coding.value} {each.value}": packed_coded(coding, each)
     for coding in Coding
     for each in (Quantization.NONE, Quantization.INT8_DYNAMIC)
-    if coding is not Coding.FP8 or each is Quantization.NONE
+    if each is Quantization.NONE or coding not in (Coding.FP8, Coding.TABLE4)
 }
 
 
