@@ -49,8 +49,22 @@ SHAPES: dict[str, dict[str, Any]] = {
         "head_dim": 128,
         "max_position_embeddings": 32768,
     },
+    "gpt-oss-cut": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+    },
 }
-"""Fields of config.json. The model of Qwen3 30B has 48 layers and 128 experts, all else is as published."""
+"""Fields of config.json. Qwen3 30B has 48 layers of 128 experts, and GPT-OSS 20B 24 layers of 32; all else is as
+published."""
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
