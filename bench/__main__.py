@@ -16,6 +16,7 @@ BENCHMARKS = (
     "kernels",
     "kills",
     "layer_groups",
+    "llama_cpp",
     "quality",
     "reservations",
     "servers",

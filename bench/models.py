@@ -2,15 +2,18 @@
 
 import shutil
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from quire.model_files.model_source import resolve_model
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-160m": {
+        "model_type": "llama",
         "vocab_size": 32000,
         "hidden_size": 768,
         "intermediate_size": 3072,
@@ -18,14 +21,78 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "max_position_embeddings": 2048,
     },
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+    },
+    "qwen3-moe-cut": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 8,
+        "num_experts": 32,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
+    "gpt-oss-cut": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 6,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "sliding_window": 128,
+    },
 }
+"""Fields of config.json. Qwen3 30B has 48 layers of 128 experts, and GPT-OSS 20B 24 layers of 32; all else is as
+published."""
+_SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def write_model(shape: str, directory: Path) -> None:
-    """Writes a model of this shape in bfloat16, with quire-tiny's tokenizer, into the directory."""
+def write_model(shape: str, directory: Path, *, whole_vocabulary: bool = False) -> None:
+    """Writes a model of this shape in bfloat16 into the directory, with quire-tiny's tokenizer, or with one that has a
+    text for each token of the model."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0))
-    model.bfloat16().save_pretrained(directory)
-    for name in _TOKENIZER_FILES:
-        shutil.copy(resolve_model(None) / name, directory / name)
+    config = AutoConfig.for_model(**SHAPES[shape], bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
+    if whole_vocabulary:
+        _make_tokenizer(config.vocab_size).save_pretrained(directory)
+    else:
+        for name in _TOKENIZER_FILES:
+            shutil.copy(resolve_model(None) / name, directory / name)
+
+
+def _make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE whose tokens are all bytes, and words of up to four letters, the shorter ones first."""
+    merges: list[tuple[str, str]] = []
+    words = ["\u0120", *ascii_lowercase]
+    tokens = [*_SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    for word in words:
+        merges += ((word, letter) for letter in ascii_lowercase[: vocab_size - len(tokens) - len(merges)])
+        words += (f"{word}{letter}" for letter in ascii_lowercase) if len(words) < vocab_size else ()
+    vocabulary = {token: number for number, token in enumerate([*tokens, *map("".join, merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL_TOKENS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

@@ -1,6 +1,7 @@
-// Products of int8 tokens with coded weights (coded.h), by vectors. Sums over the inputs of a scale are integers, so
-// they do not depend on how they are made: with few tokens the codes are taken as they are stored, with many from
-// scratch memory, where each panel is put once in the order of multiplication. Included only by product.cpp.
+// Products of int8 tokens with coded weights (coded.h). Sums over the inputs of a scale are integers, so they do not
+// depend on how they are made: with few tokens, vectors take the codes as they are stored; with many, vectors or matrix
+// units take them from scratch memory, where each panel is put once in the order of multiplication. Matrix units gain
+// nothing where the sums of 16 inputs have a scale. Included only by product.cpp.
 #pragma once
 
 #include "product/vectors.h"
@@ -27,6 +28,24 @@ struct TokenPiece {
 };
 static_assert(sizeof(TokenPiece) == 64);
 
+// Tokens `begin` to `end` - 1, which matrix units multiply in tiles of nearly the same number. Each tile has `lines`
+// lines, of which the last ones may be unused. A piece of a tile is packed as its values, line by line, then the sums
+// of all lines; that takes no more memory than a TokenPiece for each token.
+struct TokenTiles {
+  static constexpr int64_t kLinesOfTile = 16, kLineBytes = kPanel + sizeof(float);
+
+  TokenTiles(int64_t begin, int64_t end)
+      : begin(begin),
+        end(end),
+        count((end - begin + kLinesOfTile - 1) / kLinesOfTile),
+        lines(padded((end - begin + count - 1) / count, 4)) {}
+
+  int64_t first_of(int64_t tile) const { return begin + (end - begin) * tile / count; }
+  int64_t piece_bytes() const { return lines * kLineBytes; }
+
+  const int64_t begin, end, count, lines;
+};
+
 // A piece of a panel: the codes of all columns by word after word of a token's values, and for each part their scales,
 // and minima that account for what codes stand for.
 template <int kParts>
@@ -41,6 +60,7 @@ class CodeMultiplier {
 
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
+    if (kByMatrixUnits<typename Kind::Format>) return 0;
     using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;
     return args.num_tokens > kFewTokens ? pieces(args) * static_cast<int64_t>(sizeof(Piece)) : 0;
   }
@@ -54,33 +74,38 @@ class CodeMultiplier {
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     constexpr int kParts = CodedBlocks<typename Kind::Format, true>::kParts;
-    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    for (int64_t token = 0; token < args.num_tokens; ++token) {
-      for (int64_t i = begin; i < end; ++i) {
-        TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
-        const auto* x = reinterpret_cast<const __m128i*>(x_of<Kind>(args, token) + i * kPanel);
-        int sums[2] = {};
-        for (int half = 0; half < 2; ++half) {
-          const __m128i values = _mm_loadu_si128(x + half);
-          _mm_store_si128(reinterpret_cast<__m128i*>(piece.values) + half, _mm_shuffle_epi8(values, evens_first));
-          // Eight sums of two, four of four, then one.
-          __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), values), _mm_set1_epi16(1));
-          sum = _mm_hadd_epi32(sum, sum);
-          sums[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
-        }
-        for (int part = 0; part < 2; ++part) piece.sums[part] = static_cast<float>(sums[part]);
+    for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
+      if (kByMatrixUnits<typename Kind::Format> && last - first > kFewTokens) {
+        const TokenTiles tiles(first, last);
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+          for (int64_t i = begin; i < end; ++i)
+            pack_tile<Kind>(args, tiles, tile, i, tile_piece(args, tiles, packed, tile, i));
+        return;
       }
-    }
+      for (int64_t token = first; token < last; ++token)
+        for (int64_t i = begin; i < end; ++i) {
+          TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
+          pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums);
+        }
+    });
   }
 
   template <class Kind>
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     using Format = typename Kind::Format;
+    if constexpr (kByMatrixUnits<Format>) {
+      if (end - begin > kFewTokens) {
+        const TokenTiles tiles(begin, end);
+        return with_count<3>(tiles.lines / 4 - 1, [&]<int kMore>() {
+          multiply_tiles<Format, 4 + 4 * kMore>(args, first_panel, last_panel, tiles, packed);
+        });
+      }
+    }
     const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
-      if (args.num_tokens > kFewTokens) {
+      if (!kByMatrixUnits<Format> && args.num_tokens > kFewTokens) {
         multiply_expanded<Format>(args, panel, panel + 1 < last_panel, begin, end, scratch, tokens);
         continue;
       }
@@ -98,6 +123,49 @@ class CodeMultiplier {
   static constexpr int kVectorsOfHalf = 16 / kWidth;
 
   static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
+
+#if defined(__AMX_BF16__)
+  template <class Format>
+  static constexpr bool kByMatrixUnits = CodedBlocks<Format, true>::kParts == 1;
+#else
+  template <class Format>
+  static constexpr bool kByMatrixUnits = false;
+#endif
+
+  // Packs 32 values of a token, and their sums for each part.
+  template <int kParts>
+  static void pack_piece(const int8_t* x, int8_t* values, float* sums) {
+    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    int of_parts[2] = {};
+    for (int half = 0; half < 2; ++half) {
+      const __m128i of_half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x) + half);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(values) + half, _mm_shuffle_epi8(of_half, evens_first));
+      // Eight sums of two, four of four, then one.
+      __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), of_half), _mm_set1_epi16(1));
+      sum = _mm_hadd_epi32(sum, sum);
+      of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
+    }
+    for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
+  }
+
+  template <class AnyByte>
+  static AnyByte* tile_piece(const ProductArgs& args, const TokenTiles& tiles, AnyByte* packed, int64_t tile,
+                             int64_t piece) {
+    return packed + tiles.begin * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece)) +
+           (tile * pieces(args) + piece) * tiles.piece_bytes();
+  }
+
+  // Packs a piece of a tile; unused lines are zeros.
+  template <class Kind>
+  static void pack_tile(const ProductArgs& args, const TokenTiles& tiles, int64_t tile, int64_t piece, std::byte* to) {
+    const int64_t first = tiles.first_of(tile), count = tiles.first_of(tile + 1) - first;
+    auto* values = reinterpret_cast<int8_t*>(to);
+    auto* sums = reinterpret_cast<float*>(values + tiles.lines * kPanel);
+    for (int64_t line = 0; line < count; ++line)
+      pack_piece<1>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line);
+    std::memset(values + count * kPanel, 0, (tiles.lines - count) * kPanel);
+    std::memset(sums + count, 0, (tiles.lines - count) * sizeof(float));
+  }
 
   // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
   static void fetch_ahead(const std::byte* from, int64_t bytes) {
@@ -168,7 +236,8 @@ class CodeMultiplier {
                                 std::byte* scratch, const TokenPiece* tokens) {
     constexpr int kParts = CodedBlocks<Format, true>::kParts;
     auto* expanded = reinterpret_cast<PanelPiece<kParts>*>(scratch);
-    expand<Format>(args, panel, expanded);
+    CodedBlocks<Format, true, 1> blocks(args, panel);
+    expand<Format>(args, blocks, expanded, pieces(args));
     const int64_t count = (end - begin + kExpandedTokens - 1) / kExpandedTokens;
     // The next panel is prefetched meanwhile, by each group a share of it.
     const int64_t bytes = Format::panel_bytes(args.in_features, args.grouping), steps = count * pieces(args);
@@ -184,9 +253,8 @@ class CodeMultiplier {
   }
 
   template <class Format, int kParts>
-  static void expand(const Pass& args, int64_t panel, PanelPiece<kParts>* to) {
-    CodedBlocks<Format, true, 1> blocks(args, panel);
-    for (PanelPiece<kParts>* const end = to + pieces(args); to < end; ++to) {
+  static void expand(const Pass& args, CodedBlocks<Format, true, 1>& blocks, PanelPiece<kParts>* to, int64_t count) {
+    for (PanelPiece<kParts>* const end = to + count; to < end; ++to) {
       const std::byte* chunk = blocks.next();
       if (args.addends != nullptr) args.addends->step();
       for (int tile = 0; tile < 2; ++tile) {
@@ -261,6 +329,83 @@ class CodeMultiplier {
     }
     finish(args, panel, token, kTokens, lines[0]);
   }
+
+#if defined(__AMX_BF16__)
+  // Pieces of a panel that are expanded at once and stay in the first cache.
+  static constexpr int64_t kPiecesAtOnce = 8;
+
+  template <class Format, int kLines>
+  static void multiply_tiles(const Pass& args, int64_t first_panel, int64_t last_panel, const TokenTiles& tiles,
+                             const std::byte* packed) {
+    alignas(64) PanelPiece<1> expanded[kPiecesAtOnce];
+    alignas(64) float sums[kMaxTokens * kPanel];
+    const MatrixUnit unit(kLines, kWordsOfPiece);
+    const int64_t all = pieces(args), panel_bytes = Format::panel_bytes(args.in_features, args.grouping);
+    CodedBlocks<Format, true, 1> blocks(args, first_panel);
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, all);
+      for (int64_t first = 0; first < all; first += kPiecesAtOnce) {
+        const int64_t count = all - first < kPiecesAtOnce ? all - first : kPiecesAtOnce, last = first + count;
+        expand<Format>(args, blocks, expanded, count);
+        // As many bytes as the stretch has are prefetched, the next ones, of this panel or of the next one.
+        const char* weight = static_cast<const char*>(args.weight) + panel * panel_bytes;
+        const int64_t begin = panel_bytes * last / all, bytes = begin - panel_bytes * first / all;
+        Ahead ahead{weight + begin, weight + begin + bytes, 1 + bytes / kCacheLine / (tiles.count * 2 * count)};
+        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+          float* to = sums + tile * kLines * kPanel;
+          for (int64_t half = 0; half < 2; ++half)
+            multiply_tile<kAddsMinima<Format>, kLines>(tile_piece(args, tiles, packed, tile, first), expanded, count,
+                                                       half * kTile, first == 0, to, ahead);
+          const int64_t token = tiles.first_of(tile);
+          if (last == all) finish(args, panel, token, tiles.first_of(tile + 1) - token, to);
+        }
+      }
+    }
+  }
+
+  // Memory to prefetch, `lines` cache lines at a time.
+  struct Ahead {
+    const char *next, *end;
+    int64_t lines;
+
+    void fetch() {
+      for (int64_t i = 0; i < lines && next < end; ++i, next += kCacheLine) prefetch<kPrefetchCache>(next);
+    }
+  };
+
+  // A tile of tokens by 16 columns of `count` pieces. The matrix unit is a few pieces ahead of the vectors that scale
+  // its sums.
+  template <bool kWithMinima, int kLines>
+  [[gnu::noinline]] static void multiply_tile(const std::byte* tokens, const PanelPiece<1>* of_panel, int64_t count,
+                                              int64_t column, bool is_first, float* to, Ahead& ahead) {
+    constexpr int64_t kTurns = 4, kPieceBytes = kLines * TokenTiles::kLineBytes;
+    alignas(64) int32_t whole[kTurns][kLines][kTile];
+    auto multiply = [&](int64_t piece) {
+      _tile_zero(0);
+      _tile_loadd(4, tokens + piece * kPieceBytes, kPanel);
+      _tile_loadd(6, of_panel[piece].codes[0][column], kPanel * 4);
+      _tile_dpbsud(0, 4, 6);
+      _tile_stored(0, whole[piece % kTurns], kTile * 4);
+    };
+    Vec sums[kLines];
+#pragma GCC unroll 16
+    for (int line = 0; line < kLines; ++line) sums[line] = is_first ? zero() : load(to + line * kPanel + column);
+    for (int64_t piece = 0; piece < kTurns - 1 && piece < count; ++piece) multiply(piece);
+    for (int64_t piece = 0; piece < count; ++piece) {
+      if (piece + kTurns - 1 < count) multiply(piece + kTurns - 1);
+      ahead.fetch();
+      const auto* of_lines = reinterpret_cast<const float*>(tokens + piece * kPieceBytes + kLines * kPanel);
+      const Vec scale = load(of_panel[piece].scales[0] + column), minimum = load(of_panel[piece].minima[0] + column);
+#pragma GCC unroll 16
+      for (int line = 0; line < kLines; ++line) {
+        sums[line] = fma(to_floats(load_int(whole[piece % kTurns][line])), scale, sums[line]);
+        if constexpr (kWithMinima) sums[line] = fma(minimum, set1(of_lines[line]), sums[line]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int line = 0; line < kLines; ++line) store(to + line * kPanel + column, sums[line]);
+  }
+#endif
 
   template <class Format>
   static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;

@@ -10,8 +10,9 @@
 namespace quire {
 namespace {
 
-// Consecutive panels of an expert that a thread multiplies at once.
-constexpr int64_t kPanelsOfUnit = 4;
+// Consecutive panels of an expert that a thread multiplies at once, for each 16 of its tokens, up to a maximum: the
+// lines of many tokens are not read again for each few panels.
+constexpr int64_t kPanelsOfUnit = 4, kMaxPanelsOfUnit = 32;
 
 float number_at(const void* numbers, int64_t dtype, int64_t at) {
   if (dtype == kFloat32) return static_cast<const float*>(numbers)[at];
@@ -163,8 +164,8 @@ class Layer {
     };
     auto add_product = [&](const ProductArgs* of_experts) {
       const int64_t panels = num_panels(*of_experts), rows_of_group = 1 + rows_ / args_.num_experts;
-      const int64_t elements = of_experts->in_features * kPanel * kPanelsOfUnit * (1 + rows_of_group / 16);
-      add((panels + kPanelsOfUnit - 1) / kPanelsOfUnit * max_groups_, grain(kWorthReading, elements),
+      const int64_t elements = of_experts->in_features * kPanel * panels_of_unit_ * (1 + rows_of_group / 16);
+      add((panels + panels_of_unit_ - 1) / panels_of_unit_ * max_groups_, grain(kWorthReading, elements),
           most_of(of_experts, kernels_.product_scratch),
           [=](const Layer& layer, const Rows& rows, int64_t begin, int64_t end, const Scratch& scratch) {
             for (int64_t unit = begin; unit < end; ++unit) layer.multiply(of_experts, rows, unit, scratch.own);
@@ -313,8 +314,8 @@ class Layer {
     if (unit % max_groups_ >= *rows.num_groups) return;
     const Group& group = rows.groups[unit % max_groups_];
     const ProductArgs args = product_of(of_experts, rows, group);
-    const int64_t panels = num_panels(args), first = unit / max_groups_ * kPanelsOfUnit;
-    const int64_t last = std::min(first + kPanelsOfUnit, panels);
+    const int64_t panels = num_panels(args), first = unit / max_groups_ * panels_of_unit_;
+    const int64_t last = std::min(first + panels_of_unit_, panels);
     const std::byte* packed = rows.packed + group.begin * packed_line_of(of_experts);
     for (int64_t start = 0; start < num_units(args); start += panels)
       kernels_.product(args, {}, start + first, start + last, own, packed);
@@ -341,6 +342,8 @@ class Layer {
   const ExpertsArgs args_;
   const int64_t rows_, max_groups_, element_, x_bytes_, width_, inner_stride_;
   const int64_t packed_inner_ = packed_line(args_.inner), packed_down_ = packed_line(args_.down);
+  const int64_t panels_of_unit_ =
+      std::clamp<int64_t>(rows_ / args_.num_experts / 16 * kPanelsOfUnit, kPanelsOfUnit, kMaxPanelsOfUnit);
   int64_t bytes_ = 0;
 };
 

@@ -73,14 +73,15 @@ inline constexpr int64_t kLinesAtOnce = 16;
 // Configures the matrix unit for its lifetime, and restores the former configuration, for example oneDNN's.
 class MatrixUnit {
  public:
-  // `lines`: the lines of the tiles of A (4 and 5) and of C (0 to 3). B is in tiles 6 and 7.
-  explicit MatrixUnit(int64_t lines = 16) {
+  // `lines`: the lines of the tiles of A (4 and 5) and of C (0 to 3). B is in tiles 6 and 7. `words`: the words of a
+  // line of A, and the lines of B.
+  explicit MatrixUnit(int64_t lines = 16, int64_t words = 16) {
     _tile_storeconfig(before_);
     TileConfig config = {};
     config.palette = 1;
     for (int i = 0; i < 8; ++i) {
-      config.bytes_of_line[i] = 64;
-      config.lines[i] = static_cast<uint8_t>(i < 6 ? lines : 16);
+      config.bytes_of_line[i] = static_cast<uint8_t>(i == 4 || i == 5 ? words * 4 : 64);
+      config.lines[i] = static_cast<uint8_t>(i < 6 ? lines : words);
     }
     _tile_loadconfig(&config);
   }

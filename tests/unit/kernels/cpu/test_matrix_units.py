@@ -31,11 +31,16 @@ def packed_as(quantization: Quantization) -> Callable[[CpuKernels], PackedWeight
     return lambda kernels: kernels.pack_weight(make_weight(83, 300), False, quantization)
 
 
-def packed_coded(coding: Coding) -> Callable[[CpuKernels], PackedWeight]:
-    return lambda kernels: kernels.pack_coded(make_coded(coding, 83, 2), False, Quantization.NONE)
+def packed_coded(coding: Coding, quantization: Quantization) -> Callable[[CpuKernels], PackedWeight]:
+    return lambda kernels: kernels.pack_coded(make_coded(coding, 83, 2), False, quantization)
 
 
-WEIGHTS = {each.value: packed_as(each) for each in Quantization} | {each.value: packed_coded(each) for each in Coding}
+WEIGHTS = {each.value: packed_as(each) for each in Quantization} | {
+    f"{coding.value} {each.value}": packed_coded(coding, each)
+    for coding in Coding
+    for each in (Quantization.NONE, Quantization.INT8_DYNAMIC)
+    if each is Quantization.NONE or coding not in (Coding.FP8, Coding.TABLE4)
+}
 
 
 @pytest.mark.parametrize("weight", WEIGHTS)
