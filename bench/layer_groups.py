@@ -1,7 +1,7 @@
-"""What a sequence takes of the KV pool when a model's layers have windows or latents, against what the architecture
-needs and against a block of all layers in the widest head; and the requests that run at once in 64 GiB.
+"""Memory that a sequence takes of the KV pool when a model's layers have windows or latents, against what the
+architecture needs and against a block of all layers in the widest head; and the requests that run at once in 64 GiB.
 
-Shapes are those of published models in bfloat16, by their cache layers. Admission is the scheduler's own: its core
+Shapes are of published models in bfloat16, by their cache layers. Admission is the scheduler's own: its core
 plans steps for a device that answers at once.
 """
 
@@ -105,7 +105,7 @@ def _taken_bytes(shape: Shape, cut: LayerCut, num_tokens: int) -> int:
 
 
 def _running(cut: LayerCut, block_bytes: int, num_tokens: int) -> int:
-    """The most requests of this prompt that run at once, of those that a full pool admits one after the other."""
+    """The maximum number of requests with a prompt of this length that run at once before one is preempted."""
     config = SchedulerConfig(
         num_blocks=_POOL_BYTES // block_bytes,
         block_size=_BLOCK_SIZE,

@@ -442,7 +442,8 @@ def _attend_to_tiles(
     """
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
-        keys, values = load_keys_and_values(context, positions, first_seen, end, SHAPE)  # pyright: ignore[reportGeneralTypeIssues]
+        loaded = load_keys_and_values(context, positions, first_seen, end, SHAPE)
+        keys, values = loaded  # pyright: ignore[reportGeneralTypeIssues]
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         distances = positions[None, :] - query_positions[:, None]
         scores = make_scores(scoring, products, distances)

@@ -105,8 +105,8 @@ def find_context(kv_cache, value_offset, block_tables, table_stride, row, head, 
 
 @triton.jit
 def load_keys_and_values(context, positions, first, end, SHAPE: Shape):
-    """Keys and values [N, D] at `positions` [N]; positions before `first` repeat it, and those from `end` on the token
-    before `end`.
+    """Keys and values [N, D] at `positions` [N]; positions before `first` repeat it, and positions from `end` on
+    the token before `end`.
 
     Slots beyond a context may hold NaN, which no weight of zero would silence. So they are not read, and to read a
     token of the context once more costs less than a mask.

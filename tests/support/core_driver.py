@@ -447,7 +447,7 @@ class FakeDevice:
                 self.blocks.setdefault(block, self._empty)[position % size] = content
 
     def _content(self, number: int, group: int) -> int:
-        """What a group of layers keeps for the tokens that have this number."""
+        """The content that a group of layers keeps for the tokens that have this number."""
         return number * self.groups.num_groups + group
 
     def _adapter_of(self, row: WorkerRow) -> bytes:

@@ -21,7 +21,7 @@ class AdapterError(BlockError):
 
 @dataclass(slots=True)
 class FakeRow:
-    """The sequence in a row. Of its next tokens the first is at `num_computed`, or before its newest if it is new."""
+    """The sequence in a row."""
 
     sampling: RowSampling
     blocks: list[int]

@@ -60,7 +60,7 @@ class FakeWorkerConfig:
 
     @property
     def groups(self) -> LayerGroups:
-        """Groups of layers, of which each has blocks of its own."""
+        """Groups of layers. Each has blocks of its own."""
         return LayerGroups(self.full_groups, self.windowed_groups, self.window)
 
     def info(self) -> WorkerInfo:

@@ -29,7 +29,7 @@ struct TokenPiece {
 static_assert(sizeof(TokenPiece) == 64);
 
 // Tokens `begin` to `end` - 1, which matrix units multiply in tiles of nearly the same number. Each tile has `lines`
-// lines, of which the last ones may be unused. A piece of a tile is packed as its values, line by line, then the sums
+// lines; its last lines may be unused. A piece of a tile is packed as its values, line by line, then the sums
 // of all lines; that takes no more memory than a TokenPiece for each token.
 struct TokenTiles {
   static constexpr int64_t kLinesOfTile = 16, kLineBytes = kPanel + sizeof(float);

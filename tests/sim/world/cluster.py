@@ -654,7 +654,7 @@ class Cluster:
 
     def _believed(self, scheduler: str, core: CheckedScheduler) -> Iterator[str]:
         """Differences between the cached blocks and the gateways' knowledge of them."""
-        # Gateways look for blocks of the first group. Blocks of others are among those that came with unknown tokens.
+        # Gateways look for blocks of the first group. Blocks of other groups may come with unknown tokens.
         cached = {short(name) for name in core.batch.blocks.pool.sealed_hashes()}
         first = {short(name) for name in core.batch.blocks.pool.sealed_hashes() if not self.names[name][3].group}
         for host, gateway in self.gateways.items():

@@ -190,7 +190,7 @@ class HashRunner(FakeRunner):
         return tables, read, output.token_ids.tolist()
 
     def _read(self, row: int, start: int, end: int) -> np.ndarray:
-        """What a row reads for its tokens from `start` to `end`."""
+        """The slots that a row reads for its tokens from `start` to `end`."""
         state = self._rows[row]
         return self._readable.read(state.blocks, state.prefixes, start, end)
 
