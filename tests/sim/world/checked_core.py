@@ -284,7 +284,7 @@ class CheckedScheduler(Scheduler):
             for row in (
                 (table.active & (table.windows_start > np.maximum(before, table.num_sealed))).nonzero()[0].tolist()
             ):
-                # With one block more, and those of its next chunk.
+                # With one block more, and the blocks of its next chunk.
                 if (int(table.num_computed[row]) + chunk) // size + 2 - int(table.windows_start[row]) <= most:
                     self._report(AssertionError(f"row {row} frees blocks that nobody can find yet"))
 
@@ -492,7 +492,7 @@ class CheckedScheduler(Scheduler):
             self._check_longest(group.computing[0])
 
     def _check_longest(self, sequence: CoreSequence) -> None:
-        """What counts as cached of a sequence is its longest start that all groups of layers can serve."""
+        """A sequence counts as cached up to the longest start that all groups of layers can serve."""
         blocks, known = self.batch.blocks, self.batch.blocks.pool._by_hash
         names = sequence.prefix_hashes.first(sequence.num_shareable, sequence.token_ids)
         longest = max(
@@ -666,7 +666,7 @@ class CheckedScheduler(Scheduler):
 
     def _that_move(self, group: SequenceGroup) -> set[BlockHash]:
         """The names of sealed blocks that the next token of a group reads, of the longest start that full groups have,
-        without those that come from the host."""
+        without blocks that come from the host."""
         table, pool, config = self.batch.rows, self.batch.blocks.pool, self.config
         coming = {block for step in self.in_flight for block in step.from_host.tolist()}
         wanted = set[BlockHash]()
@@ -986,7 +986,7 @@ class CheckedScheduler(Scheduler):
         )
 
     def _read_behind(self, num_blocks: int) -> list[tuple[int, int]]:
-        """The logical indices and groups of the blocks that the first token behind so many blocks reads."""
+        """The logical indices and groups of the blocks that the first token behind this number of blocks reads."""
         config = self.config
         first = max(num_blocks * config.block_size - config.window + 1, 0) // config.block_size
         num_groups = config.full_groups + config.windowed_groups
