@@ -186,6 +186,8 @@ def _kv_bytes(described: ModelDirectory) -> int | None:
         size = rank + rotated if latents and isinstance(rank, int) and isinstance(rotated, int) else None
         lines = kv_heads = 1
     # The file may have any values.
-    if not all(isinstance(each, int) and each > 0 for each in (layers, kv_heads, size)):
+    if not (isinstance(layers, int) and isinstance(kv_heads, int) and isinstance(size, int)):
+        return None
+    if min(layers, kv_heads, size) <= 0:
         return None
     return lines * layers * kv_heads * size * _FLOAT_BYTES.get(str(first("dtype", "torch_dtype")), 2) * _KV_TOKENS
