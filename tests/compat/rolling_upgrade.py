@@ -63,7 +63,14 @@ async def test_services_of_two_releases_replace_each_other_one_by_one_and_no_tok
     programs = Programs(
         *((sys.executable, "-I", "-S", starter, str(tmp_path / name), module) for name, module in MODULES.items())
     )
-    settings = {"num_gpu_blocks": 400, "dtype": "float32", "connect_timeout": 120.0, "drain_timeout": 0.0}
+    # The embedded models of the releases differ.
+    settings = {
+        "model": str(today.code / "assets" / "quire-tiny"),
+        "num_gpu_blocks": 400,
+        "dtype": "float32",
+        "connect_timeout": 120.0,
+        "drain_timeout": 0.0,
+    }
     async with serving(programs=programs, **settings) as served:
         undisturbed = await Streams(durable=True, options_of=options_of).read(served.client)
         found = (await served.client.generate("Once upon a time", SEARCH)).sequences
