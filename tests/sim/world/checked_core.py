@@ -286,7 +286,7 @@ class CheckedScheduler(Scheduler):
             ):
                 # With one block more, and the blocks of its next chunk.
                 if (int(table.num_computed[row]) + chunk) // size + 2 - int(table.windows_start[row]) <= most:
-                    self._report(AssertionError(f"row {row} frees blocks that nobody can find yet"))
+                    self._report(AssertionError(f"row {row} frees blocks that no other sequence can find yet"))
 
         self.batch.free_before_windows = free_sealed
         self.room.give_way, self.fetches.forget_failed = end_first, forget

@@ -154,18 +154,18 @@ def test_blocks_before_the_window_are_not_read(window: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.int8])
 def test_a_layer_may_have_a_part_of_each_block(dtype: torch.dtype) -> None:
     batch = make_batch(MIXED, dtype=torch.float32 if dtype == torch.int8 else dtype)
-    alone = batch.kv_cache
+    whole = batch.kv_cache
     if dtype == torch.int8:
-        alone = int8.quantized_lines(alone.view(-1, 1, alone.shape[-1])).view(*alone.shape[:-1], -1)
-    wide = torch.zeros((*alone.shape[:2], 3, *alone.shape[2:]), dtype=dtype)
+        whole = int8.quantized_lines(whole.view(-1, 1, whole.shape[-1])).view(*whole.shape[:-1], -1)
+    wide = torch.zeros((*whole.shape[:2], 3, *whole.shape[2:]), dtype=dtype)
     part = wide[:, :, 1]
-    part.copy_(alone)
-    assert torch.equal(replace(batch, kv_cache=part).attend(), replace(batch, kv_cache=alone).attend())
-    key, value = torch.randn(2, 4, *alone.shape[2:3], batch.query.shape[-1]).to(batch.query.dtype)
+    part.copy_(whole)
+    assert torch.equal(replace(batch, kv_cache=part).attend(), replace(batch, kv_cache=whole).attend())
+    key, value = torch.randn(2, 4, *whole.shape[2:3], batch.query.shape[-1]).to(batch.query.dtype)
     slots = torch.tensor([7, 0, 33, 12])
-    for cache in (alone, part):
+    for cache in (whole, part):
         ops.reshape_and_cache(key, value, cache, slots)
-    assert torch.equal(part.contiguous().view(torch.int8), alone.contiguous().view(torch.int8))
+    assert torch.equal(part.contiguous().view(torch.int8), whole.contiguous().view(torch.int8))
     assert not wide[:, :, [0, 2]].any()
 
 
@@ -185,9 +185,9 @@ def test_a_latent_is_key_and_value(head_dim: int, dtype: torch.dtype) -> None:
     batch = make_batch(rows, heads=(6, 1), head_dim=head_dim, lines_per_token=1, dtype=dtype)
     assert_matches_naive(batch, scale=head_dim**-0.5)
     together = batch.attend(head_dim**-0.5)
-    alone = [each.attend(head_dim**-0.5) for each in alone_rows(batch)]
+    whole = [each.attend(head_dim**-0.5) for each in alone_rows(batch)]
     if ops.implementation_for(batch.query.device) is not reference:
-        assert torch.equal(together, torch.cat(alone))
+        assert torch.equal(together, torch.cat(whole))
 
 
 @pytest.mark.usefixtures("implementation")

@@ -134,8 +134,8 @@ async def test_blocks_of_groups_of_layers_are_chains_of_their_own_with_the_numbe
     assert [(fields["parent_block_hash"], fields["group_idx"]) for _, fields in told] == [(None, 0), (None, 1)]
     assert [fields["token_ids"] for _, fields in told] == [[*tokens[0], *tokens[1]]] * 2
     # A model with one group has the fields of before, and the parent is the one in the block's own group.
-    ((_, alone),) = events_in(socket.payloads[1])
-    assert "group_idx" not in alone
+    ((_, event),) = events_in(socket.payloads[1])
+    assert "group_idx" not in event
     publisher.publish(CacheChanges(False, [], {in_group(names[1], 1): CachedTokens(names[0], [], group=1)}), config)
     ((_, later),) = events_in(socket.payloads[2])
     assert later["parent_block_hash"] == numbers[1][0]
