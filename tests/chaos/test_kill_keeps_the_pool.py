@@ -13,7 +13,7 @@ from quire.client import GenerationOptions
 from tests.support.killing import Outputs, Streams, until_hit
 from tests.support.serving import Served, serving
 
-NUM_STREAMS, MAX_TOKENS = 8, 400
+NUM_STREAMS, MAX_TOKENS = 8, 600
 # One token a step, so that the trace says how many tokens were computed.
 SETTINGS: dict[str, Any] = {
     "num_gpu_blocks": 512,
