@@ -120,6 +120,23 @@ def reached_checkpoints(
     return of_tokens, tables[found[is_reached]]
 
 
+def input_on_device(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
+    """`build_model_input` with one transfer of a few numbers a token; the device gathers token and block ids."""
+    slots = rows.adapter_slots[layout.row_of_token]
+    slots = slots if slots.any() else slots[:0]
+    parts = (layout.row_of_token, layout.positions, layout.rows, layout.query_start_loc, layout.seq_lens, slots)
+    packed = to_device(np.concatenate(parts), rows.token_ids.device)
+    token_rows, positions, batch_rows, query_start_loc, seq_lens, of_tokens = packed.split(list(map(len, parts)))
+    num_blocks = -(-layout.max_seq_len // block_size)
+    block_ids = rows.by_group[token_rows, positions // block_size].long()
+    slot_mappings = block_ids.t() * block_size + positions % block_size
+    tables = rows.by_group[:, :num_blocks].index_select(0, batch_rows).permute(2, 0, 1).contiguous()
+    starts = query_start_loc.to(torch.int32)
+    groups = _attention(layout, slot_mappings.contiguous(), tables, starts, seq_lens.to(torch.int32))
+    token_ids = rows.token_ids[token_rows, positions].long()
+    return caches.inputs(token_ids, positions, groups, of_tokens if len(slots) else None)
+
+
 def _attention(
     layout: Layout, slot_mappings: Tensor, tables: Tensor, query_start_loc: Tensor, seq_lens: Tensor
 ) -> list[AttentionMetadata]:

@@ -472,7 +472,7 @@ class RecordedForward:
 
 
 def room_for(
-    model: CausalLM, pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int, num_checkpoints: int
+    model: CausalLM, pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int, num_checkpoints: int = 0
 ) -> ModelInput:
     """The room of a recording on the CPU, over the pool of all steps."""
     num_columns, num_groups = pool.geometry.blocks_for(max_model_len), pool.geometry.groups.num_groups
