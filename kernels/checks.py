@@ -39,6 +39,12 @@ def check_device(name: str, tensor: torch.Tensor, expected: torch.device) -> Non
         raise ValueError(f"{name} is on {tensor.device}; expected {expected}")
 
 
+def check_same_tokens(name: str, tensor: torch.Tensor, tokens: torch.Tensor) -> None:
+    """Whether both have one dtype and are on one device."""
+    check_dtype(name, tensor, tokens.dtype)
+    check_device(name, tensor, tokens.device)
+
+
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
     """A layer's KV pool: [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines; [1, ...] if its lines are
     latents. The keys of a block are contiguous, its values too; blocks are equally far apart, keys and values too."""
