@@ -1,11 +1,12 @@
 """Linear attention with gated delta rules (Gated Delta Networks, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels import ops
-from kernels.states import StatePages, StateUnits, convolution_units, recurrence_units
+from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
 from worker_svc.layers.linear import Linear, LinearPart, Split, Spread
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
@@ -49,20 +50,15 @@ class DeltaRuleConfig:
         return 2 * self.keys + self.values
 
     @property
-    def unit_bytes(self) -> int:
-        return 64 * self.key_dim
-
-    def num_units(self, dtype: torch.dtype) -> int:
-        return self.convolution_units(dtype) + recurrence_units(
-            self.num_values, self.key_dim, self.value_dim, self.unit_bytes
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution, and the matrices."""
+        return (
+            StateShape.of_conv(self.channels, self.num_taps),
+            StateShape.of_recurrence(self.num_values, self.key_dim, self.value_dim),
         )
 
-    def convolution_units(self, dtype: torch.dtype) -> int:
-        """The first of these units, which hold the last inputs of the convolution."""
-        return convolution_units(self.channels, self.num_taps, dtype, self.unit_bytes)
-
-    def make_layer(self, name: str, hidden: int, first: int, placement: Placement) -> "DeltaRule":
-        return DeltaRule(f"{name}.linear_attn", self, hidden, first, placement)
+    def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> "DeltaRule":
+        return DeltaRule(f"{name}.linear_attn", self, hidden, units, placement)
 
     def input_parts(self, name: str) -> tuple[list[LinearPart], list[LinearPart]]:
         """The parts of query, key, value and output gate, and those of beta and decay."""
@@ -98,15 +94,15 @@ class DeltaRule(StateLayer):
 
     Args:
         name: of its module in the checkpoint.
-        first: the first unit of its state.
+        units: where its state is.
     """
 
-    def __init__(self, name: str, config: DeltaRuleConfig, hidden: int, first: int, placement: Placement) -> None:
+    def __init__(
+        self, name: str, config: DeltaRuleConfig, hidden: int, units: Sequence[StateUnits], placement: Placement
+    ) -> None:
         super().__init__()
         self._config = config
-        unit_bytes = config.unit_bytes
-        self._of_convolution = StateUnits(first, unit_bytes)
-        self._of_recurrence = StateUnits(first + config.convolution_units(placement.dtype), unit_bytes)
+        self._of_convolution, self._of_recurrence = units
         wide, narrow = config.input_parts(name)
         self.inputs = Linear(wide, hidden, bias=False, placement=placement)
         # A few numbers, whose errors would add up over all later tokens.
@@ -127,7 +123,7 @@ class DeltaRule(StateLayer):
         config, num_tokens = self._config, x.shape[0]
         mixed, gate = self.inputs(x).split_with_sizes((config.channels, config.values), 1)
         beta, step = self.gates(x).chunk(2, 1)
-        decay, beta = ops.gates(step, self.step_bias.values, self.log_decay.values, beta)
+        decay, beta = ops.gates(step, beta, self.log_decay.values, self.step_bias.values)
         mixed = ops.causal_conv(
             mixed, self.convolution.weight, None, pages, self._of_convolution, activation=config.activation
         )

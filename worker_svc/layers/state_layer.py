@@ -1,7 +1,7 @@
 """What all layers have in common that keep a state of fixed size for each sequence, instead of keys and values."""
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kernels import ops
-from kernels.states import StatePages
+from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 
 
@@ -43,21 +43,44 @@ class StateConfig(Protocol):
     """The sizes of the layers of a model that keep a state; all have the same."""
 
     @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """The parts of a layer's state, in their order."""
+        ...
+
+    def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> StateLayer:
+        """A layer of the decoder's layer `name`. `units` says where each part of its state is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where the states of a model's layers are.
+
+    Args:
+        shapes: of a layer.
+    """
+
+    shapes: tuple[StateShape, ...]
+
+    @property
     def unit_bytes(self) -> int:
-        """The bytes of a unit."""
-        ...
+        """The bytes of a unit: those of the largest tile."""
+        return max(shape.tile_bytes for shape in self.shapes)
 
-    def num_units(self, dtype: torch.dtype) -> int:
-        """Units of one layer of a model of this dtype."""
-        ...
+    def size(self, num_layers: int) -> StateSize:
+        """The state of all layers."""
+        of_layer = sum(shape.num_units(self.unit_bytes) for shape in self.shapes)
+        return StateSize(num_layers * of_layer, self.unit_bytes)
 
-    def make_layer(self, name: str, hidden: int, first: int, placement: Placement) -> StateLayer:
-        """The layer that is `name` in the checkpoint. Its state begins at the unit `first`."""
-        ...
+    def units(self, number: int) -> list[StateUnits]:
+        """Where each part of the state of layer `number` is, counted among those that keep a state."""
+        first, unit_bytes = self.size(number).num_units, self.unit_bytes
+        sizes = [shape.num_units(unit_bytes) for shape in self.shapes]
+        return [StateUnits(first + sum(sizes[:index]), unit_bytes) for index in range(len(sizes))]
 
 
 class Taps(Loadable):
-    """The weights of a causal convolution of each channel on its own, and perhaps biases.
+    """The weights of a causal convolution of each channel on its own, and perhaps biases, in float32.
 
     Args:
         name: of its module in the checkpoint.
@@ -65,7 +88,7 @@ class Taps(Loadable):
     """
 
     weight: torch.Tensor
-    """[channels, size]"""
+    """[channels, size], the weights of a tap together."""
     bias: torch.Tensor | None
 
     def __init__(self, name: str, channels: int, size: int, placement: Placement, *, bias: bool) -> None:
@@ -79,9 +102,12 @@ class Taps(Loadable):
         yield from (spec for spec in (self._weight, self._bias) if spec is not None)
 
     def load(self, tensors: TensorReader) -> None:
-        self.weight = self._placement.copy(tensors.read(self._weight).squeeze(1))
+        self.weight = self._placed(tensors.read(self._weight).squeeze(1).t()).t()
         if self._bias is not None:
-            self.bias = self._placement.copy(tensors.read(self._bias))
+            self.bias = self._placed(tensors.read(self._bias))
+
+    def _placed(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.empty(values.shape, dtype=torch.float32, device=self._placement.device).copy_(values)
 
 
 class GateNorm(Loadable):

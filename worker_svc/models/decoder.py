@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kernels import ops
+from kernels.states import StateUnits
 from worker_svc.layers.altup import AltUpConfig, AltUpLayer, AltUpStreams
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import (
@@ -28,7 +29,7 @@ from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsBesideMlp, E
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split, Spread
 from worker_svc.layers.per_layer_inputs import PerLayerConfig, PerLayerGate, PerLayerInputs
-from worker_svc.layers.state_layer import StateConfig, StateLayer, StateSize
+from worker_svc.layers.state_layer import StateConfig, StateLayer, StateLayout, StateSize
 from worker_svc.models.base import (
     CacheLayer,
     ConfigFields,
@@ -188,16 +189,15 @@ class DecoderConfig:
             return layers.index(index)
         return max(number for number, each in enumerate(layers) if self.sliding_windows[each] == window)
 
-    def first_unit(self, index: int, dtype: torch.dtype) -> int:
-        """The number of units of the states of all layers before a layer."""
-        before = sum(each < index for each in self.state_layers)
-        return 0 if self.state is None else before * self.state.num_units(dtype)
-
-    def state_size(self, dtype: torch.dtype) -> StateSize | None:
+    @property
+    def state_size(self) -> StateSize | None:
         """The state of a sequence; None if no layer keeps one."""
-        if self.state is None or not self.state_layers:
-            return None
-        return StateSize(self.first_unit(self.num_layers, dtype), self.state.unit_bytes)
+        return None if self.state is None else StateLayout(self.state.state_shapes).size(len(self.state_layers))
+
+    def state_units(self, index: int) -> list[StateUnits]:
+        """Where the parts of the state of a layer that keeps one are."""
+        assert self.state is not None
+        return StateLayout(self.state.state_shapes).units(sum(each < index for each in self.state_layers))
 
     @property
     def head_order(self) -> HeadOrder | None:
@@ -283,7 +283,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = make_norm(name, config.attention_norm, config, placement)
         self.latent: LatentAttention | None = None
         if config.state is not None and is_state:
-            self.state = config.state.make_layer(name, hidden, config.first_unit(index, placement.dtype), placement)
+            self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
         elif config.latent is None:
             self._add_heads(index, name, config, placement)
         else:
@@ -435,7 +435,8 @@ class DecoderLayer(nn.Module):
                 ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
             attended = self.attention.attend(query, kv_cache, metadata)
         if gate is not None:
-            attended = ops.multiply_by_sigmoid(attended, gate)
+            width = attended.shape[1]
+            attended = ops.gated_norm(attended, gate, None, 1.0, width, norm_first=True, activation="sigmoid")
         return self.attention_output_norm(self.attention_output(attended))
 
     def mix(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
@@ -500,7 +501,7 @@ class Decoder(NativeCausalLM):
                 CacheLayer(heads_of_rank(placement.ranks, config.num_heads, count)[1], head_dim, window)
                 for count, head_dim, window in layers
             ],
-            state=config.state_size(placement.dtype),
+            state=config.state_size,
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None
