@@ -91,8 +91,8 @@ def _states_on_host(
 ) -> StatePages:
     """The states of the rows of the batch, and the checkpoints that it reaches."""
     if checkpoints is None:
-        checkpoints = np.zeros((0, 2 + rows.state_tables.shape[1]), np.int32)
-    of_tokens, tables = reached_checkpoints(checkpoints, layout.row_of_token, layout.positions)
+        checkpoints = np.zeros((0, 2), np.int32)
+    of_tokens, tables = reached_checkpoints(checkpoints, layout.row_of_token, layout.positions, rows.state_blocks)
     return StatePages(
         pages,
         torch.from_numpy(rows.state_tables[layout.rows]),
@@ -104,20 +104,20 @@ def _states_on_host(
 
 
 def reached_checkpoints(
-    checkpoints: Int32Array, rows: NDArray[np.integer], positions: NDArray[np.integer]
+    checkpoints: Int32Array, rows: NDArray[np.integer], positions: NDArray[np.integer], state_blocks: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """The checkpoints that tokens of these rows and positions reach: for each token the index of the one after it, -1
-    without one; and the blocks of each, [C, blocks of a state]."""
-    of_tokens, tables = np.full(np.broadcast_shapes(rows.shape, positions.shape), -1, np.int32), checkpoints[:, 2:]
+    without one; and the blocks of each, [C, state_blocks]."""
+    of_tokens = np.full(np.broadcast_shapes(rows.shape, positions.shape), -1, np.int32)
     if not len(checkpoints):
-        return of_tokens, tables
+        return of_tokens, np.zeros((0, state_blocks), np.int32)
     tokens = (rows.astype(np.int64) << 32) + positions
     lasts = (checkpoints[:, 0].astype(np.int64) << 32) + checkpoints[:, 1] - 1
     order = np.argsort(lasts)
     found = order[np.minimum(np.searchsorted(lasts, tokens, sorter=order), len(order) - 1)]
     is_reached = lasts[found] == tokens
     of_tokens[is_reached] = np.arange(np.count_nonzero(is_reached))
-    return of_tokens, tables[found[is_reached]]
+    return of_tokens, checkpoints[found[is_reached], 2:]
 
 
 def input_on_device(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:

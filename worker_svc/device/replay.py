@@ -520,7 +520,9 @@ class DecodeRun:
         self._slots = slots.transpose(0, 2, 1)
         self._draws = RowDraws.from_columns(columns, starts + 1, num_passes)
         held = tables[self._rows, : int(blocks.max()) + 1].transpose(2, 0, 1)
-        self._checkpoints, used = reached_checkpoints(checkpoints, self._rows[None], self._positions[:-1])
+        self._checkpoints, used = reached_checkpoints(
+            checkpoints, self._rows[None], self._positions[:-1], rows.state_blocks
+        )
         decodes.set_rows(held, rows.adapter_slots[self._rows], rows.state_tables[self._rows], used)
 
     def next(self) -> Drawn:

@@ -45,7 +45,7 @@ class Rows:
         self.sampling = SamplingColumns.empty(num_rows)
         self.adapter_slots = np.zeros(num_rows, np.int64)
         """The slot of each row's adapter from 1 on, on the host; 0 for none."""
-        self.state_tables = np.zeros((num_rows, state_blocks), np.int32)
+        self.state_blocks, self.state_tables = state_blocks, np.zeros((num_rows, state_blocks), np.int32)
         """[rows, state_blocks], the blocks of each row's state, on the host."""
 
     def hold_padding(self, row: int, block: int) -> None:
