@@ -54,6 +54,12 @@ def in_group(content: BlockHash, group: int) -> BlockHash:
     return BlockHash(content[:-2] + bytes((content[-2] ^ group, content[-1]))) if group else content
 
 
+def in_state(content: BlockHash, piece: int) -> BlockHash:
+    """The name of a block of the state after the tokens of a block, number `piece` of the state's blocks."""
+    number = (int.from_bytes(content[-5:-2], "big") ^ (piece + 1)).to_bytes(3, "big")
+    return BlockHash(content[:-5] + number + content[-2:])
+
+
 def pack(token_ids: Sequence[int]) -> bytes:
     """Token ids in the form that is hashed: int32 of this machine's byte order."""
     return array("i", token_ids).tobytes()
