@@ -20,7 +20,7 @@ from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.states import States
+from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
 
 _HASHES_AT_FIRST = 16
@@ -94,9 +94,11 @@ class BlockManager(BlockTables[Sequence]):
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
+        groups, end = range(self.num_groups), len(blocks) // self.num_groups
+        tell(self.pool.log, groups, sequence, 0, end)
         if self.states.size and sequence.cached_start is not None:
             self.states.begin(sequence, sequence.cached_start.checkpoint, self.take)
-        tell(self.pool.log, self.num_groups, sequence, 0, len(blocks) // self.num_groups)
+            tell(self.pool.log, self.states.groups, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -198,7 +200,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.seal(block, name)
             sealed.append((block, name))
         self.sealed_by_step += sealed
-        tell(self.pool.log, self.num_groups, sequence, start, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
@@ -254,7 +256,13 @@ class BlockManager(BlockTables[Sequence]):
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
         sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
-        tell(self.pool.log, self.num_groups, sequence, first, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
+        return sealed
+
+    def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+        """`States.seal`, which is logged."""
+        sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
+        tell(self.pool.log, self.states.groups, checkpoint.sequence, end - 1, end, sealed)
         return sealed
 
     def missing_hashes(
@@ -441,19 +449,19 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
 
 def tell(
     log: CacheLog | None,
-    num_groups: int,
+    groups: range,
     sequence: Sequence,
     first: int,
     end: int,
     sealed: SequenceOf[tuple[BlockId, BlockHash]] = (),
 ) -> None:
-    """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
+    """Logs the full blocks of a sequence in these groups, with logical indices from `first` to before `end`: the content of the
     `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
     if log is None or not (sealed or log.unread):
         return
     fresh = {name for _, name in sealed}
     for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
-        for group in range(num_groups):
+        for group in groups:
             name = in_group(content, group)
             if name in fresh:
                 log.stored(name, cached_tokens(sequence, index, group))

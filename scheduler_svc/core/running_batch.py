@@ -411,8 +411,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         super().add_chunk(row, group, size)
 
     def _chunk_with_state(self, row: int, size: int) -> int:
-        """The tokens of the row's next chunk, at most `size`; 0 if it has to wait for a larger share of a step. A prompt token behind
-        others must not be computed as the only one: attention would round it otherwise, and the remedy, to compute the
+        """The tokens of the row's next chunk, at most `size`; 0 if it has to wait for a larger share of a step. A prompt
+        token behind others must not be computed as the only one: attention would round it otherwise, and the remedy, to compute the
         token before it again, would change the state twice."""
         computed = int(self.rows.num_computed[row])
         num_left = int(self.rows.num_prompt[row]) - computed
@@ -444,7 +444,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             is_current = self.rows.incarnation[each.row] == each.incarnation
             is_made = each.is_certain or num_known <= each.num_tokens < each.sequence.num_tokens
             if is_current and is_made and each.row not in failed:
-                self.draft.sealed += self.blocks.states.seal(each)
+                self.draft.sealed += self.blocks.seal_checkpoint(each)
             self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:

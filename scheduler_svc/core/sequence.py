@@ -41,9 +41,9 @@ class Sequence(paging.Sequence):
     `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens. It has blocks of
     windowed groups of layers up to the logical index `windows_end`.
 
-    Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of the
-    last checkpoint of its output, which may be in other use by now, with their names. `parting` is the number of its
-    first tokens whose keys were found without a checkpoint: another sequence parted from an earlier one there.
+    Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of
+    the last checkpoint of its output, which may be in other use by now, with their names. `parting` is the number of
+    its first tokens whose keys were found without a checkpoint: another sequence parted from an earlier one there.
     """
 
     request: Request
@@ -108,6 +108,11 @@ class Sequence(paging.Sequence):
         self.held_back = parent.held_back.copy()
         self.cached_start = None
         self.parting = parent.parting
+
+    def lose_blocks(self) -> None:
+        """The worker was lost, and the pool with it."""
+        self.row, self.parting = None, 0
+        self.block_table, self.state_blocks, self.newest_checkpoint = [], [], []
 
     def end_reason(self) -> FinishReason | None:
         """The reason why the sequence ends with its newest token; None if it does not end."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from quire.messages.prefix_hashes import BlockHash, in_state
+from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import PrefixIndex
@@ -49,12 +49,14 @@ class States:
 
     Attributes:
         size: Blocks of a state; 0 if no layer keeps one.
+        groups: The numbers of these blocks in names, behind the groups of layers that keep keys and values.
         copies: Pairs (source block, destination block) that the next step copies before it computes.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex) -> None:
         self.size = config.state_blocks
         self._block_size, self._pool = config.block_size, pool
+        self.groups = range(config.groups.num_groups, config.groups.num_groups + self.size)
         self.copies: list[tuple[BlockId, BlockId]] = []
         self._sources: list[BlockId] = []
 
@@ -91,7 +93,7 @@ class States:
 
     def names(self, content: BlockHash) -> Iterator[BlockHash]:
         """The names of the blocks of the checkpoint at the end of the token block with this hash."""
-        return (in_state(content, piece) for piece in range(self.size))
+        return (in_group(content, group) for group in self.groups)
 
     def find(
         self, hashes: SequenceOf[BlockHash], num_blocks: int, is_whole: Callable[[int], bool]
@@ -102,16 +104,16 @@ class States:
         for end in range(num_blocks, 0, -1):
             content = hashes[end - 1]
             # Most places have no checkpoint.
-            if self._pool.hits((in_state(content, 0),)) and is_whole(end):
+            if self._pool.hits((in_group(content, self.groups.start),)) and is_whole(end):
                 found = self._pool.hits(self.names(content))
                 if len(found) == self.size:
                     return end, found
         return 0, []
 
     def wanted(self, sequence: Sequence, start: int, end: int) -> Iterator[int]:
-        """The numbers of tokens, above `start` and up to `end`, after which there should be a checkpoint: before the end
-        of the prompt, which the next prompt of a conversation begins with, where another sequence went another way,
-        and at intervals."""
+        """The numbers of tokens, above `start` and up to `end`, after which there should be a checkpoint: before the
+        end of the prompt, which the next prompt of a conversation begins with, where another sequence went another
+        way, and at intervals."""
         size, num_prompt = self._block_size, sequence.num_prompt_tokens
         places = {(num_prompt - 2) // size * size, sequence.parting}
         prompt_end = min(end, num_prompt)

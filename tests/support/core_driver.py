@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.messages.prefix_hashes import BlockHash, in_group, in_state
+from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
@@ -493,14 +493,12 @@ class FakeDevice:
             held = self.blocks[block][-1]
             is_state = isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]
             assert isinstance(held, int) or is_state, f"block {block} is sealed, and it is not full or not finite"
-            number, group = (held[1], -100 - held[0]) if is_state else divmod(held, self.groups.num_groups)
+            number, group = (held[1], self.groups.num_groups - 100 - held[0]) if is_state else divmod(held, self.groups.num_groups)
             tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
             true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
-            name = in_state if is_state else in_group
-            is_true = any([content] == [name(each, group) for each in of_tenant] for of_tenant in true)
-            assert is_true, f"block {block} is sealed under the hash of other tokens"
+            assert [in_group(content, group)] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]
