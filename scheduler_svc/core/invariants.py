@@ -31,8 +31,12 @@ def check(scheduler: Scheduler) -> None:
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
+    tables += [each.state_blocks for each in (*running, *blocks.retired)]
+    tables += [each.blocks for planned in scheduler.batch.checkpoints.values() for each in planned]
     reserved = scheduler.reservations.tables(*Kind)
     _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired), [*blocks.blank]])
+    if scheduler.batch.draft.is_empty and (blocks.states.copies or blocks.states.held):
+        raise InvariantViolationError("copies of states are left behind")
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
     _check_pool(blocks.host.pool, [*(each.block_table for each in swapped), [*blocks.blank_on_host]])
@@ -105,7 +109,7 @@ def _check_sizes(scheduler: Scheduler) -> None:
         for group in queue:
             most = max_blocks(group.request, scheduler.config)
             if queue is scheduler.running:
-                held = set(chain.from_iterable(each.block_table for each in group.unfinished))
+                held = set(chain.from_iterable((*each.block_table, *each.state_blocks) for each in group.unfinished))
                 num_blocks = len(held - blocks.blank)
             elif queue is scheduler.swapped:
                 num_blocks = blocks.blocks_to_swap_in(group.computing)
@@ -124,7 +128,9 @@ def _check_found(scheduler: Scheduler) -> None:
             hashes = sequence.prefix_hashes.first(len(start.blocks) // blocks.num_groups, sequence.token_ids)
             names = blocks.names.needed(hashes, 0)
             found = [*chain(*([*blocks.blank] if name is None else blocks.pool.hits([name]) for name in names))]
-            if found != start.blocks or blocks.pool.num_free_of(start.blocks) != start.num_free:
+            checkpoint = blocks.pool.hits(blocks.states.names(hashes[-1])) if start.checkpoint else []
+            is_found = found == start.blocks and checkpoint == start.checkpoint
+            if not is_found or blocks.pool.num_free_of(start.all_blocks) != start.num_free:
                 raise InvariantViolationError(f"{group.request.request_id}: other blocks of it are cached than noted")
 
 

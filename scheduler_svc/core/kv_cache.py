@@ -20,6 +20,7 @@ from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
 
 _HASHES_AT_FIRST = 16
@@ -50,6 +51,7 @@ class BlockManager(BlockTables[Sequence]):
         self._config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
+        self.states = States(config, pool)
         self.blank_on_host = frozenset[BlockId]()
         """The host block that stands for `blank`."""
         self._retired: deque[Sequence] = deque()
@@ -77,6 +79,8 @@ class BlockManager(BlockTables[Sequence]):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
         child.windows_end = parent.windows_end
+        self.pool.touch(parent.state_blocks)
+        child.state_blocks = list(parent.state_blocks)
 
     def missing(self, num_blocks: int, *, reserve: int) -> int:
         """Blocks that must become free before such a group may start in addition to others."""
@@ -86,11 +90,15 @@ class BlockManager(BlockTables[Sequence]):
         """Sequences that are computed together share all blocks that they have in common only if each has the windows
         of the others."""
         is_alone = sequence.request.num_sequences == 1
-        return self.cached_start(sequence).blocks if is_alone or not self.blank else []
+        return self.cached_start(sequence).blocks if is_alone or self.states.size or not self.blank else []
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
-        tell(self.pool.log, self.num_groups, sequence, 0, len(blocks) // self.num_groups)
+        groups, end = range(self.num_groups), len(blocks) // self.num_groups
+        tell(self.pool.log, groups, sequence, 0, end)
+        if self.states.size and sequence.cached_start is not None:
+            self.states.begin(sequence, sequence.cached_start.checkpoint, self.take)
+            tell(self.pool.log, self.states.groups, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -103,6 +111,8 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+        if self.states.size:
+            return self._allocate_each(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         starts: list[tuple[int, int]] = []
         for sequence in sequences:
@@ -110,6 +120,22 @@ class BlockManager(BlockTables[Sequence]):
             starts.append(self._allocate_one(sequence, shared))
             _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
+
+    def _allocate_each(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """`allocate_slots` if layers keep states: each sequence continues from a checkpoint of its own."""
+        kept = [self.cached_start(each).all_blocks for each in sequences]
+        for table in kept:
+            self.pool.touch(table)
+        starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+        self.pool.free(*kept)
+        return starts
+
+    def free(self, *sequences: Sequence) -> None:
+        super().free(*sequences)
+        if self.states.size:
+            self.pool.free(*(sequence.state_blocks for sequence in sequences))
+            for sequence in sequences:
+                sequence.state_blocks = []
 
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
         if not self.blank:
@@ -147,7 +173,7 @@ class BlockManager(BlockTables[Sequence]):
         """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
         the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
         neither."""
-        if not self.host.caches:
+        if not self.host.caches or self.states.size:
             return shared
         start = len(shared) // self.num_groups
         hashes = _find(self, sequence, start, lambda name: _is_here(self, name))
@@ -174,7 +200,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.seal(block, name)
             sealed.append((block, name))
         self.sealed_by_step += sealed
-        tell(self.pool.log, self.num_groups, sequence, start, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
@@ -205,7 +231,12 @@ class BlockManager(BlockTables[Sequence]):
         the cache that `versions` names."""
         if len(sequences) == 1:
             start = self.cached_start(sequences[0])
-            return self.num_new(len(start.blocks), sequences[0]) + start.num_free
+            return self.num_new(len(start.blocks), sequences[0]) + start.num_free + self.states.size
+        if self.states.size:
+            starts = [self.cached_start(each) for each in sequences]
+            num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
+            hits = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
+            return num_new + self.pool.num_free_of(hits) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
@@ -225,7 +256,13 @@ class BlockManager(BlockTables[Sequence]):
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
         sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
-        tell(self.pool.log, self.num_groups, sequence, first, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
+        return sealed
+
+    def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+        """`States.seal`, which is logged."""
+        sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
+        tell(self.pool.log, self.states.groups, checkpoint.sequence, end - 1, end, sealed)
         return sealed
 
     def missing_hashes(
@@ -240,7 +277,9 @@ class BlockManager(BlockTables[Sequence]):
 
         for sequence in sequences:
             start = self.cached_start(sequence)
-            cached.update(dict.fromkeys(start.blocks))
+            cached.update(dict.fromkeys(start.all_blocks))
+            if self.states.size:
+                continue  # checkpoints of other replicas and of tiers are not known
             num_cached = len(start.blocks) // self.num_groups
             hashes = _find(self, sequence, num_cached, is_somewhere)
             # The newest block of a request that moves may not come.
@@ -282,8 +321,11 @@ class BlockManager(BlockTables[Sequence]):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
         max_blocks = min(max_blocks, sequence.num_shareable)
-        if self.blank:
-            self._find_windows(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
+        if self.states.size:
+            # A prompt token is never computed as the only one of a step: its keys would be rounded otherwise.
+            max_blocks = min(max_blocks, max(sequence.max_cached_tokens - 1, 0) // self.block_size)
+        if self.blank or self.states.size:
+            self._find_all_groups(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
             self._find_start(sequence, start, start.blocks, max_blocks)
         return start
@@ -310,7 +352,7 @@ class BlockManager(BlockTables[Sequence]):
             count *= 4
         return len(blocks) // size
 
-    def _find_windows(self, sequence: Sequence, start: CachedStart, num_found: int) -> None:
+    def _find_all_groups(self, sequence: Sequence, start: CachedStart, num_found: int) -> None:
         """Finds the longest start, of the `num_found` blocks that the full groups have, that all groups have."""
         if start.num_seals == self.pool.num_seals and start.num_found == num_found:
             return
@@ -323,15 +365,22 @@ class BlockManager(BlockTables[Sequence]):
             return len(windowed[index]) == self.groups.num_windowed
 
         size, end = self.groups.num_full, self.groups.hit_length(num_found, has_windowed)
+        checkpoint: list[BlockId] = []
+        if self.states.size:
+            end, checkpoint = self.states.find(
+                hashes, end, lambda count: self.groups.hit_length(count, has_windowed) == count
+            )
+            sequence.parting = num_found * self.block_size if end < num_found else 0
         first = self.groups.first_read(end * self.block_size)
         blocks: list[BlockId] = []
         for index in range(end):
             blocks += start.full[index * size : index * size + size]
             blocks += windowed[index] if index >= first else self.windows.blanks
-        if blocks != start.blocks:
+        if blocks != start.blocks or checkpoint != start.checkpoint:
             self._num_versions += 1
-            start.blocks, start.num_free = [], 0
+            start.blocks, start.checkpoint, start.num_free = [], [], 0
             self.pool.extend(start, start.blocks, blocks, self._num_versions)
+            self.pool.extend(start, start.checkpoint, checkpoint, self._num_versions)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
@@ -392,23 +441,27 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
             return
         for name in blocks.names.windowed(content) if index >= first else ():
             yield from zip(blocks.pool.hits((name,)), (name,), strict=False)
+    if blocks.states.size:
+        hashes = sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
+        end, found = blocks.states.find(hashes, num_blocks, lambda _: True)
+        yield from zip(found, blocks.states.names(hashes[end - 1]), strict=True) if end else ()
 
 
 def tell(
     log: CacheLog | None,
-    num_groups: int,
+    groups: range,
     sequence: Sequence,
     first: int,
     end: int,
     sealed: SequenceOf[tuple[BlockId, BlockHash]] = (),
 ) -> None:
-    """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
+    """Logs the full blocks of a sequence in these groups, with logical indices from `first` to before `end`: the content of the
     `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
     if log is None or not (sealed or log.unread):
         return
     fresh = {name for _, name in sealed}
     for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
-        for group in range(num_groups):
+        for group in groups:
             name = in_group(content, group)
             if name in fresh:
                 log.stored(name, cached_tokens(sequence, index, group))

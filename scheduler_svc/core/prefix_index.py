@@ -83,17 +83,22 @@ _MAX_CHANGES = 1 << 16
 class CachedStart:
     """The cached blocks found so far at the start of a waiting sequence, in the order of its table; `num_free` of them
     have no holder. It holds no references: `PrefixIndex.is_current` says whether all of it is still true. `version`
-    changes with it. If there are windowed groups, `full` are the blocks of the other groups, `num_found` of each, and
-    `blocks` were found among these after `num_seals` seals of the pool."""
+    changes with it. If there are windowed groups or states, `full` are the blocks of the full groups, `num_found` of
+    each, `blocks` were found among these after `num_seals` seals of the pool, and `checkpoint` at their end."""
 
     pool: "PrefixIndex"
     version: int
     num_changes: int
     full: list[BlockId] = field(default_factory=list[BlockId])
     blocks: list[BlockId] = field(default_factory=list[BlockId])
+    checkpoint: list[BlockId] = field(default_factory=list[BlockId])
     num_free: int = 0
     num_found: int = 0
     num_seals: int = -1
+
+    @property
+    def all_blocks(self) -> list[BlockId]:
+        return [*self.blocks, *self.checkpoint]
 
 
 class PrefixIndex(BlockPool):
@@ -226,7 +231,7 @@ class PrefixIndex(BlockPool):
         """Extends `blocks`, which are a part of the start, by these cached blocks."""
         start.version = version
         blocks += found
-        if blocks is start.blocks:
+        if blocks is not start.full:
             start.num_free += self.num_free_of(found)
         self._found.update(found)
 
@@ -237,7 +242,7 @@ class PrefixIndex(BlockPool):
             return False
         if start.num_changes < self.num_changes:
             recent = set(self._changes[start.num_changes - self._num_forgotten :])
-            if not (recent.isdisjoint(start.blocks) and recent.isdisjoint(start.full)):
+            if not all(map(recent.isdisjoint, (start.blocks, start.full, start.checkpoint))):
                 return False
             start.num_changes = self.num_changes
         return True
@@ -284,6 +289,14 @@ class PrefixIndex(BlockPool):
                 if self.log is not None:
                     self.log.restored(content)
         self._free = [block for block in self._free if self._hashes[block] is None]
+
+    def drop(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Forgets the contents of these sealed blocks, unless they have holders."""
+        for block, _ in sealed:
+            if not self._ref_counts[block]:
+                del self._cached[block]
+                self._forget(block, None)
+                self._free.append(block)
 
     def sealed_hashes(self) -> list[BlockHash]:
         """The names of all blocks that can be hit."""

@@ -262,6 +262,9 @@ def max_blocks(request: Request, config: SchedulerConfig) -> int:
     if request.max_tokens == 1:
         shared = whole
     num_ended = sum(each.has_ended for each in request.emitted)
+    if config.state_blocks:
+        # Sequences that are computed again need not share what they shared: each continues from a checkpoint.
+        return (request.num_sequences - num_ended) * config.blocks_for(request.max_len - 1)
     return config.groups.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
 
 

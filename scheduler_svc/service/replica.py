@@ -56,7 +56,7 @@ _OF_SETTINGS = (
 )  # fmt: skip
 _OF_WORKERS = (
     "block_size", "max_model_len", "num_host_blocks", "prepares_constraints", "max_adapters", "max_drafts",
-    "fixed_tokens", "max_passes", "full_groups", "windowed_groups", "window",
+    "fixed_tokens", "max_passes", "full_groups", "windowed_groups", "window", "state_blocks",
 )  # fmt: skip
 """Parts of the core's configuration that settings and workers have under the same name."""
 
