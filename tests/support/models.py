@@ -503,6 +503,20 @@ STATES: dict[str, Family] = {
     "qwen3-next-moe": Family(
         "Qwen3Next", {**_DELTA_RULE, **FEW_EXPERTS, "shared_expert_intermediate_size": 48}, num_calls=1
     ),
+    "lfm2": Family(
+        "Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}, num_calls=1
+    ),
+    "lfm2-moe": Family(
+        "Lfm2Moe",
+        {
+            **FEW_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        num_calls=1,
+    ),
 }
 
 FAMILIES = SHAPES | NATIVE | FOREIGN | STATES

@@ -4,15 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 from worker_svc.layers.delta_rule import DeltaRuleConfig
-from worker_svc.layers.experts import ExpertsConfig
+from worker_svc.layers.experts import ExpertsConfig, Scoring
+from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
+    MOE_WIDTH,
+    NO_BIASES,
     NO_MLP_BIAS,
     Families,
     Values,
+    flag,
     integer,
+    mixtral_experts,
+    number,
     qwen_experts,
 )
 
@@ -109,4 +115,77 @@ WITH_STATES.add(
     like=_QWEN_3_5,
     state=delta_rule(by_key=True),
     experts=_qwen_next_experts,
+)
+
+
+def _short_convolution(fields: ConfigFields, config: DecoderConfig) -> ShortConvolutionConfig:
+    taps = fields.integer("conv_L_cache", 3, minimum=2)
+    return ShortConvolutionConfig(config.hidden_size, taps, fields.flag("conv_bias", False))
+
+
+def _no_attention(fields: ConfigFields, config: DecoderConfig, index: int) -> bool:
+    attending = fields.values.get("full_attn_idxs")
+    if attending is None:
+        attending = range(config.num_layers)
+    elif not isinstance(attending, list):
+        raise fields.error("full_attn_idxs", attending, "a list of layers")
+    return index not in attending
+
+
+def _lfm_inner_size(fields: ConfigFields, config: DecoderConfig) -> int:
+    """Two thirds of the field, times another one, in whole multiples of a third one."""
+    given = fields.integer("block_ff_dim", config.intermediate_size)
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return given
+    given = 2 * given // 3
+    if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return given
+    given, multiple = int(fields.number("block_ffn_dim_multiplier", 1.0) * given), fields.integer("block_multiple_of", 256)
+    return -(-given // multiple) * multiple
+
+
+def _is_tied(fields: ConfigFields) -> bool:
+    """By the older name of the field too."""
+    return fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
+
+
+# Layers with short convolutions, and some with attention, whose query and key have norms of their heads.
+_LFM_2 = WITH_STATES.add(
+    "Lfm2ForCausalLM",
+    fixed={**NO_BIASES, "tie_word_embeddings": _is_tied},
+    norm_eps=number("norm_eps", 1e-5),
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    final_norm="embedding_norm",
+    mlp_module="feed_forward",
+    mlp_names=("w1", "w3", "w2"),
+    intermediate_size=_lfm_inner_size,
+    output_module="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    state=_short_convolution,
+    state_layers=state_layers("conv", _no_attention),
+)
+
+
+def _first_dense(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    return frozenset(range(min(fields.integer("num_dense_layers", 2, minimum=0), config.num_layers)))
+
+
+# LFM2 with experts in all but the first layers.
+WITH_STATES.add(
+    "Lfm2MoeForCausalLM",
+    like=_LFM_2,
+    intermediate_size=lambda _, config: config.intermediate_size,
+    experts=mixtral_experts(
+        32,
+        4,
+        "num_experts",
+        module="feed_forward",
+        inner_size=MOE_WIDTH,
+        normalized=flag("norm_topk_prob", True),
+        dense_layers=_first_dense,
+        scoring=Scoring.SIGMOID,
+        correction=lambda fields, _: "expert_bias" if fields.flag("use_expert_bias", True) else None,
+        scale=number("routed_scaling_factor", 1.0),
+    ),
 )
