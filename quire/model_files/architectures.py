@@ -66,6 +66,8 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES.values())

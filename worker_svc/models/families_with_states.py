@@ -5,9 +5,12 @@ from typing import Any
 
 from worker_svc.layers.delta_rule import DeltaRuleConfig
 from worker_svc.layers.experts import ExpertsConfig, Scoring
+from worker_svc.layers.mamba2 import Mamba2Config
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
+from worker_svc.models.families import GRANITE
+from worker_svc.models.families_with_experts import GRANITE_EXPERTS
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
     MOE_WIDTH,
@@ -23,28 +26,29 @@ from worker_svc.models.family_parts import (
 )
 
 WITH_STATES = Families()
-_ATTENTION = "full_attention"
+_STATES = ("linear_attention", "conv", "mamba")
+_ATTENTION = ("full_attention", "attention")
 
 IsState = Callable[[ConfigFields, DecoderConfig, int], bool]
 
 
-def state_layers(kind: str, is_state: IsState, attention: str = _ATTENTION) -> Any:
-    """A reader of the layers that keep a state: those of the type `kind` in `layer_types`; without `layer_types`, those
-    that satisfy `is_state`.
+def state_layers(is_state: IsState | None = None) -> Any:
+    """A reader of the layers that keep a state: those in `layer_types`, by the names of transformers 4 and 5; without
+    it, those that satisfy `is_state`.
 
     The reader raises ConfigurationError for an unknown type of layer, or if no layer attends.
     """
 
     def read(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
-        types, count = fields.values.get("layer_types"), config.num_layers
-        if types is None:
+        types, count = fields.values.get("layer_types") or fields.values.get("layers_block_type"), config.num_layers
+        if types is None and is_state is not None:
             found = frozenset(index for index in range(count) if is_state(fields, config, index))
-        elif isinstance(types, list) and len(types) == count and all(each in (kind, attention) for each in types):
-            found = frozenset(index for index, each in enumerate(types) if each == kind)
+        elif isinstance(types, list) and len(types) == count and all(each in _STATES + _ATTENTION for each in types):
+            found = frozenset(index for index, each in enumerate(types) if each in _STATES)
         else:
-            raise fields.error("layer_types", types, f"{count} of {kind} and {attention}")
+            raise fields.error("layer_types", types, f"{count} of {', '.join(_STATES + _ATTENTION)}")
         if len(found) == count:
-            raise fields.error("layer_types", types, f"at least one layer of {attention}")
+            raise fields.error("layer_types", types, f"at least one layer of {_ATTENTION[0]}")
         return found
 
     return read
@@ -93,7 +97,7 @@ _QWEN_3_5 = WITH_STATES.add(
     head_norms=HEAD_NORMS,
     gates_attention=True,
     state=delta_rule(by_key=False),
-    state_layers=state_layers("linear_attention", _by_interval),
+    state_layers=state_layers(_by_interval),
 )
 
 
@@ -159,11 +163,11 @@ _LFM_2 = WITH_STATES.add(
     final_norm="embedding_norm",
     mlp_module="feed_forward",
     mlp_names=("w1", "w3", "w2"),
-    intermediate_size=_lfm_inner_size,
+    intermediate_sizes=lambda fields, config: (_lfm_inner_size(fields, config),) * config.num_layers,
     output_module="out_proj",
     head_norms=("q_layernorm", "k_layernorm"),
     state=_short_convolution,
-    state_layers=state_layers("conv", _no_attention),
+    state_layers=state_layers(_no_attention),
 )
 
 
@@ -175,7 +179,7 @@ def _first_dense(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
 WITH_STATES.add(
     "Lfm2MoeForCausalLM",
     like=_LFM_2,
-    intermediate_size=lambda _, config: config.intermediate_size,
+    intermediate_sizes=None,
     experts=mixtral_experts(
         32,
         4,
@@ -188,4 +192,104 @@ WITH_STATES.add(
         correction=lambda fields, _: "expert_bias" if fields.flag("use_expert_bias", True) else None,
         scale=number("routed_scaling_factor", 1.0),
     ),
+)
+
+
+def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
+    """A reader of the sizes of Mamba 2's layers by the names of Bamba. `defaults` are of fields, `parts` of
+    `Mamba2Config`. It raises ConfigurationError for heads that do not fit."""
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+        given = ConfigFields({"mamba_n_heads": 128, "mamba_d_state": 256, **(defaults or {}), **fields.values})
+        num_heads, inner = given.integer("mamba_n_heads"), given.integer("mamba_expand", 2) * config.hidden_size
+        if given.values.get("mamba_d_ssm") is not None:
+            inner = given.integer("mamba_d_ssm")
+        is_auto = given.values.get("mamba_d_head", "auto") == "auto"
+        head_dim = inner // num_heads if is_auto else given.integer("mamba_d_head")
+        if num_heads * head_dim != inner:
+            raise fields.error("mamba_n_heads", num_heads, f"a divisor of {inner}, for heads of {head_dim}")
+        num_groups = given.integer("mamba_n_groups", 1)
+        if num_heads % num_groups:
+            raise fields.error("mamba_n_groups", num_groups, f"a divisor of the {num_heads} heads")
+        read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
+        return Mamba2Config(
+            **{
+                "module": "mamba",
+                "num_heads": num_heads,
+                "head_dim": head_dim,
+                "num_groups": num_groups,
+                "state_dim": given.integer("mamba_d_state"),
+                "num_taps": given.integer("mamba_d_conv", 4, minimum=2),
+                "activation": config.activation,
+                "norm_eps": config.norm_eps,
+                "taps_bias": given.flag("mamba_conv_bias", True),
+                "bias": given.flag("mamba_proj_bias", False),
+                "norm_group": inner // num_groups,
+                **step_limits(given, "time_step_limit"),
+                **read,
+            }
+        )
+
+    return read
+
+
+def step_limits(fields: ConfigFields, name: str) -> Values:
+    """The bounds of time steps. JSON may have infinity as a string or as a number."""
+    limits = fields.values.get(name)
+    if limits is None:
+        return {}
+    is_pair = isinstance(limits, list | tuple) and len(limits) == 2
+    try:
+        least, greatest = (float(each) for each in (limits if is_pair else ()))
+    except (TypeError, ValueError):
+        raise fields.error(name, limits, "two numbers") from None
+    return {"least_step": least, "greatest_step": greatest}
+
+
+def _nothing(fields: ConfigFields, config: DecoderConfig, index: int) -> bool:
+    attending = fields.values.get("attn_layer_indices") or []
+    if not isinstance(attending, list):
+        raise fields.error("attn_layer_indices", attending, "a list of layers")
+    return index not in attending
+
+
+# Layers of Mamba 2, and some with attention, which rotates half of each head.
+WITH_STATES.add(
+    "BambaForCausalLM",
+    fixed={"partial_rotary_factor": 0.5, "layer_types": None},
+    rotates_partly=True,
+    mlp_norm="pre_ff_layernorm",
+    mlp_module="feed_forward",
+    final_norm="final_layernorm",
+    state=mamba2(),
+    state_layers=lambda fields, config: state_layers(_nothing)(
+        ConfigFields({"attn_layer_indices": fields.values.get("attn_layer_indices")}), config
+    ),
+)
+
+
+def _granite_unrotated(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    is_rotated = fields.values.get("position_embedding_type") == "rope"
+    return frozenset() if is_rotated else frozenset(range(config.num_layers))
+
+
+def _granite_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    return GRANITE_EXPERTS(fields, config) if fields.integer("num_local_experts", 8, minimum=0) else None
+
+
+# Granite with layers of Mamba 2. Layers may have experts beside an MLP that all tokens have.
+WITH_STATES.add(
+    "GraniteMoeHybridForCausalLM",
+    {"shared_intermediate_size": 1024},
+    like=GRANITE,
+    fixed=NO_MLP_BIAS,
+    mlp_module="shared_mlp",
+    mlp_names=("input_linear", "input_linear", "output_linear"),
+    intermediate_sizes=lambda fields, config: (
+        fields.integer("shared_intermediate_size"),
+    ) * config.num_layers,
+    unrotated_layers=_granite_unrotated,
+    experts=_granite_experts,
+    state=mamba2(),
+    state_layers=state_layers(),
 )
