@@ -234,13 +234,14 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
 
 
 def step_limits(fields: ConfigFields, name: str) -> Values:
-    """The bounds of time steps. JSON may have infinity as a string or as a number."""
+    """The bounds of time steps. transformers writes infinity as an object with its name."""
     limits = fields.values.get(name)
     if limits is None:
         return {}
     is_pair = isinstance(limits, list | tuple) and len(limits) == 2
     try:
-        least, greatest = (float(each) for each in (limits if is_pair else ()))
+        plain = [each.get("__float__") if isinstance(each, dict) else each for each in (limits if is_pair else ())]
+        least, greatest = (float(each) for each in plain)
     except (TypeError, ValueError):
         raise fields.error(name, limits, "two numbers") from None
     return {"least_step": least, "greatest_step": greatest}
