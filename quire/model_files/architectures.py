@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architectures by model_type of config.json."""

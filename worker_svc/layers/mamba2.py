@@ -27,6 +27,10 @@ class Mamba2Config:
         least_step, greatest_step: bounds of the time step.
         norm_group: numbers of the result that are normalised together; None without a norm.
         norm_first: as in `GateNorm`.
+        input_scale: factor on the layer's input.
+        scales: factors on gate, inputs, B, C and time steps.
+        output_bias: whether the output layer has biases, if it differs from `bias`.
+        output_scale: factor on the result.
     """
 
     module: str
@@ -43,6 +47,10 @@ class Mamba2Config:
     greatest_step: float = float("inf")
     norm_group: int | None = None
     norm_first: bool = False
+    input_scale: float = 1.0
+    scales: tuple[float, ...] = (1.0,) * 5
+    output_bias: bool | None = None
+    output_scale: float = 1.0
 
     @property
     def inner_size(self) -> int:
@@ -86,8 +94,7 @@ class Mamba2(StateLayer):
         self._config = config
         self._of_convolution, self._of_recurrence = units
         inner = config.inner_size
-        part = LinearPart(f"{name}.in_proj", inner + config.channels + config.num_heads)
-        self.inputs = Linear([part], hidden, bias=config.bias, placement=placement)
+        self.inputs = Linear(_input_parts(f"{name}.in_proj", config), hidden, bias=config.bias, placement=placement)
         self.convolution = Taps(f"{name}.conv1d", config.channels, config.num_taps, placement, bias=config.taps_bias)
         self.log_decay = Numbers(f"{name}.A_log", config.num_heads, placement, split=False)
         self.step_bias = Numbers(f"{name}.dt_bias", config.num_heads, placement, split=False)
@@ -102,7 +109,9 @@ class Mamba2(StateLayer):
                 group_size=config.norm_group,
                 norm_first=config.norm_first,
             )
-        self.output = Linear([LinearPart(f"{name}.out_proj", hidden)], inner, bias=config.bias, placement=placement)
+        bias = config.bias if config.output_bias is None else config.output_bias
+        part = LinearPart(f"{name}.out_proj", hidden, scale=(config.output_scale,) * 2)
+        self.output = Linear([part], inner, bias=bias, placement=placement)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
         config, num_tokens = self._config, x.shape[0]
@@ -137,3 +146,14 @@ class Mamba2(StateLayer):
         if self.norm is None:
             return self.output(ops.gated_norm(results, gate, None, 1.0, config.inner_size, norm_first=True))
         return self.output(self.norm(results, gate))
+
+
+def _input_parts(name: str, config: Mamba2Config) -> list[LinearPart]:
+    """Gate, inputs, B, C and time steps: one layer of the checkpoint, in parts if these have factors."""
+    sizes = (config.inner_size, config.inner_size, config.group_size, config.group_size, config.num_heads)
+    if {config.input_scale, *config.scales} == {1.0}:
+        return [LinearPart(name, sum(sizes))]
+    return [
+        LinearPart(name, size, first=sum(sizes[:index]), of=sum(sizes), scale=(config.input_scale * scale, scale))
+        for index, (size, scale) in enumerate(zip(sizes, config.scales, strict=True))
+    ]

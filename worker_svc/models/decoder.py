@@ -82,6 +82,8 @@ class DecoderConfig:
     """The sizes of layers that keep a state for each sequence, and no keys."""
     state_layers: frozenset[int] = frozenset()
     """These layers. With them, all layers of attention are alike and see the whole context."""
+    states_beside_attention: bool = False
+    """Whether these layers attend, too; the results are added."""
     experts: ExpertsConfig | None = None
     intermediate_sizes: tuple[int, ...] | None = None
     """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
@@ -124,6 +126,11 @@ class DecoderConfig:
     norms_rotated_heads: bool = False
     """Whether query and key are rotated before their norms."""
 
+    qkv_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on the input of attention and on the keys, before they are rotated."""
+    attention_output_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """As in `Mlp`."""
     qkv_limit: float | None = None
     """The largest absolute value of queries, keys and values, which are clamped before they are rotated."""
     sliding_rope: RopeConfig | None = None
@@ -178,9 +185,8 @@ class DecoderConfig:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """The layers with keys of their own."""
-        return tuple(
-            index for index in range(self.num_layers - self.num_shared_layers) if index not in self.state_layers
-        )
+        without = frozenset() if self.states_beside_attention else self.state_layers
+        return tuple(index for index in range(self.num_layers - self.num_shared_layers) if index not in without)
 
     def reads_keys_of(self, index: int) -> int:
         """The layer whose keys a layer reads, as an index of `key_layers`."""
@@ -275,8 +281,10 @@ class DecoderLayer(nn.Module):
         hidden = config.hidden_size
         self._rotation = rotation
         self.state: StateLayer | None = None
+        self._sum = NoNorm()
         is_state = config.state is not None and index in config.state_layers
-        self.cache = None if is_state else config.reads_keys_of(index)
+        attends = not is_state or config.states_beside_attention
+        self.cache = config.reads_keys_of(index) if attends else None
         self._writes_keys = index in config.key_layers
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
@@ -284,6 +292,8 @@ class DecoderLayer(nn.Module):
         self.latent: LatentAttention | None = None
         if config.state is not None and is_state:
             self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
+        if not attends:
+            pass
         elif config.latent is None:
             self._add_heads(index, name, config, placement)
         else:
@@ -333,7 +343,7 @@ class DecoderLayer(nn.Module):
         )
         self._num_gates = num_heads * head_dim if config.gates_attention else 0
         self.attention_output = Linear(
-            [LinearPart(f"{name}.self_attn.{config.output_module}", hidden)],
+            [LinearPart(f"{name}.self_attn.{config.output_module}", hidden, scale=(config.attention_output_scale,) * 2)],
             config.num_heads * head_dim,
             bias=config.attention_output_bias,
             placement=placement,
@@ -346,10 +356,11 @@ class DecoderLayer(nn.Module):
         num_kv_heads, head_dim = config.heads_of(index)
         query, key = config.num_heads * head_dim, num_kv_heads * head_dim
         kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
+        of_input, of_key = config.qkv_scales
         parts = [
-            LinearPart(f"{name}.q_proj", query, order=order),
-            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order),
-            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
+            LinearPart(f"{name}.q_proj", query, order=order, scale=(of_input, 1.0)),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=(of_input * of_key, of_key)),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, scale=(of_input, 1.0)),
         ]
         if index not in config.key_layers:
             return parts[:1]
@@ -400,6 +411,7 @@ class DecoderLayer(nn.Module):
             bias=config.mlp_bias,
             names=config.mlp_names,
             sparsity=0.0 if config.sparsities is None else config.sparsities[index],
+            scales=config.mlp_scales,
         )
 
     def attend(
@@ -442,11 +454,15 @@ class DecoderLayer(nn.Module):
     def mix(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         """The first half of the layer, by attention or by its state: x [T, hidden], after the norm -> what is added to
         the residual stream, [T, hidden]."""
+        found: torch.Tensor | None = None
         if self.state is not None:
             assert inputs.states is not None, "the states of the rows"
-            return self.attention_output_norm(self.state(x, inputs.states))
+            found = self.state(x, inputs.states)
+            if self.cache is None:
+                return self.attention_output_norm(found)
         assert self.cache is not None
-        return self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
+        attended = self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
+        return attended if found is None else self._sum.add(found, attended)[0]
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.head_norms:

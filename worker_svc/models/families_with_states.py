@@ -211,7 +211,7 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
         num_groups = given.integer("mamba_n_groups", 1)
         if num_heads % num_groups:
             raise fields.error("mamba_n_groups", num_groups, f"a divisor of the {num_heads} heads")
-        read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
+        read = {name: part(given, config) if callable(part) else part for name, part in parts.items()}
         return Mamba2Config(
             **{
                 "module": "mamba",
@@ -224,7 +224,7 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
                 "norm_eps": config.norm_eps,
                 "taps_bias": given.flag("mamba_conv_bias", True),
                 "bias": given.flag("mamba_proj_bias", False),
-                "norm_group": inner // num_groups,
+                "norm_group": inner // num_groups if given.flag("mamba_rms_norm", True) else None,
                 **step_limits(given, "time_step_limit"),
                 **read,
             }
@@ -293,4 +293,41 @@ WITH_STATES.add(
     experts=_granite_experts,
     state=mamba2(),
     state_layers=state_layers(),
+)
+
+
+def _factors(name: str, count: int) -> Any:
+    """A reader of a list of factors; all are 1 without it."""
+
+    def read(fields: ConfigFields, _: DecoderConfig) -> tuple[float, ...]:
+        return (1.0,) * count if fields.values.get(name) is None else tuple(fields.numbers(name, count))
+
+    return read
+
+
+# Attention and Mamba 2 side by side in each layer, with factors on inputs and outputs of most layers.
+WITH_STATES.add(
+    "FalconH1ForCausalLM",
+    attention_output_bias=flag("attention_bias"),
+    mlp_norm="pre_ff_layernorm",
+    mlp_module="feed_forward",
+    final_norm="final_layernorm",
+    embedding_scale=number("embedding_multiplier", 1.0),
+    logit_scale=number("lm_head_multiplier", 1.0),
+    qkv_scales=lambda fields, _: (
+        fields.number("attention_in_multiplier", 1.0),
+        fields.number("key_multiplier", 1.0),
+    ),
+    attention_output_scale=number("attention_out_multiplier", 1.0),
+    mlp_scales=_factors("mlp_multipliers", 2),
+    states_beside_attention=True,
+    state_layers=lambda _, config: frozenset(range(config.num_layers)),
+    state=mamba2(
+        {"mamba_d_ssm": 1024, "mamba_rms_norm": False},
+        norm_first=flag("mamba_norm_before_gate", True),
+        output_bias=flag("projectors_bias"),
+        input_scale=number("ssm_in_multiplier", 1.0),
+        scales=_factors("ssm_multipliers", 5),
+        output_scale=number("ssm_out_multiplier", 1.0),
+    ),
 )
