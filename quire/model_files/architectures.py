@@ -68,6 +68,7 @@ ARCHITECTURES = {
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "bamba": "BambaForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architectures by model_type of config.json."""

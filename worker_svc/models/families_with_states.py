@@ -16,8 +16,10 @@ from worker_svc.models.family_parts import (
     MOE_WIDTH,
     NO_BIASES,
     NO_MLP_BIAS,
+    WITHOUT_GATE,
     Families,
     Values,
+    deepseek_experts,
     flag,
     integer,
     mixtral_experts,
@@ -330,4 +332,96 @@ WITH_STATES.add(
         scales=_factors("ssm_multipliers", 5),
         output_scale=number("ssm_out_multiplier", 1.0),
     ),
+)
+
+
+_BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _nemotron_types(fields: ConfigFields) -> list[str]:
+    """The types of the layers, by the names of transformers 5, as a list or by a letter each."""
+    given = fields.values.get("layers_block_type") or fields.values.get("layer_types")
+    if given is None:
+        pattern = fields.text("hybrid_override_pattern", "ME*-")
+        given = [_BLOCKS.get(letter, letter) for letter in pattern]
+    elif isinstance(given, list):
+        given = [{"mamba": "linear_attention", "attention": "full_attention"}.get(str(each), each) for each in given]
+    if not isinstance(given, list) or not all(each in _BLOCKS.values() for each in given):
+        raise fields.error("layers_block_type", given, f"a list of {', '.join(_BLOCKS.values())}")
+    if "full_attention" not in given:
+        raise fields.error("layers_block_type", given, "at least one layer of full_attention")
+    return given
+
+
+def _of_type(*types: str) -> Any:
+    """A reader of the layers of these types."""
+    return lambda fields, _: frozenset(
+        index for index, each in enumerate(_nemotron_types(fields)) if each in types
+    )
+
+
+def _nemotron_mamba(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+    num_heads, head_dim = fields.integer("mamba_num_heads", 128), fields.integer("mamba_head_dim", 64)
+    num_groups = fields.integer("n_groups", fields.integer("mamba_n_groups", 8))
+    if num_heads % num_groups:
+        raise fields.error("n_groups", num_groups, f"a divisor of the {num_heads} heads")
+    return Mamba2Config(
+        module="mixer",
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=fields.integer("ssm_state_size", 128),
+        num_taps=fields.integer("conv_kernel", 4, minimum=2),
+        activation=fields.text("mamba_hidden_act", "silu"),
+        norm_eps=config.norm_eps,
+        taps_bias=fields.flag("use_conv_bias", True),
+        bias=fields.flag("use_bias", False),
+        least_step=fields.number("time_step_min", 0.001),
+        norm_group=num_heads * head_dim // num_groups,
+    )
+
+
+def _nemotron_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    if "moe" not in _nemotron_types(fields):
+        return None
+    if fields.values.get("moe_latent_size") is not None:
+        raise fields.error("moe_latent_size", fields.values["moe_latent_size"], "null, the only supported value")
+    return deepseek_experts(
+        module="mixer",
+        names=WITHOUT_GATE,
+        bias=config.mlp_bias,
+        dense_layers=_of_type("mlp"),
+        shared="mixer.shared_experts",
+        shared_names=WITHOUT_GATE,
+        shared_inner_size=integer("moe_shared_expert_intermediate_size", 7688),
+    )(fields, config)
+
+
+# Layers that are one of Mamba 2, attention without rotation, an MLP without a gate, and experts, each with one norm.
+WITH_STATES.add(
+    "NemotronHForCausalLM",
+    {"n_routed_experts": 8, "moe_intermediate_size": 7688},
+    fixed={
+        "attention_bias": False,
+        "num_hidden_layers": lambda fields: len(_nemotron_types(fields)),
+        "hidden_act": lambda fields: fields.text("mlp_hidden_act", "relu2"),
+        "layer_types": None,
+    },
+    renamed={
+        "backbone.embeddings.": "model.embed_tokens.",
+        "backbone.norm_f.": "model.norm.",
+        "backbone.": "model.",
+    },
+    norm_eps=number("layer_norm_epsilon", 1e-5),
+    attention_norm="norm",
+    mlp_norm="norm",
+    attention_module="mixer",
+    mlp_module="mixer",
+    mlp_names=WITHOUT_GATE,
+    unrotated_layers=lambda _, config: frozenset(range(config.num_layers)),
+    mlp_layers=_of_type("mlp", "moe"),
+    layers_without_mlp=_of_type("linear_attention", "full_attention"),
+    state=_nemotron_mamba,
+    state_layers=_of_type("linear_attention"),
+    experts=_nemotron_experts,
 )
