@@ -128,7 +128,7 @@ def _check_found(scheduler: Scheduler) -> None:
             hashes = sequence.prefix_hashes.first(len(start.blocks) // blocks.num_groups, sequence.token_ids)
             names = blocks.names.needed(hashes, 0)
             found = [*chain(*([*blocks.blank] if name is None else blocks.pool.hits([name]) for name in names))]
-            checkpoint = blocks.pool.hits(blocks.states.names(hashes[-1])) if start.checkpoint else []
+            checkpoint = blocks.pool.hits(blocks.names.state(hashes[-1])) if start.checkpoint else []
             is_found = found == start.blocks and checkpoint == start.checkpoint
             if not is_found or blocks.pool.num_free_of(start.all_blocks) != start.num_free:
                 raise InvariantViolationError(f"{group.request.request_id}: other blocks of it are cached than noted")

@@ -47,11 +47,11 @@ class BlockManager(BlockTables[Sequence]):
         self.pool = pool
         self.host = host
         """Keeps blocks that the pool evicts."""
-        self.names = BlockNames(config.groups)
+        self.names = BlockNames(config.groups, config.state_blocks)
         self._config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
-        self.states = States(config, pool)
+        self.states = States(config, pool, self.names)
         self.blank_on_host = frozenset[BlockId]()
         """The host block that stands for `blank`."""
         self._retired: deque[Sequence] = deque()
@@ -98,7 +98,7 @@ class BlockManager(BlockTables[Sequence]):
         tell(self.pool.log, groups, sequence, 0, end)
         if self.states.size and sequence.cached_start is not None:
             self.states.begin(sequence, sequence.cached_start.checkpoint, self.take)
-            tell(self.pool.log, self.states.groups, sequence, max(end - 1, 0), end)
+            tell(self.pool.log, self.names.of_state, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -173,7 +173,7 @@ class BlockManager(BlockTables[Sequence]):
         """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
         the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
         neither."""
-        if not self.host.caches or self.states.size:
+        if not self.host.caches:
             return shared
         start = len(shared) // self.num_groups
         hashes = _find(self, sequence, start, lambda name: _is_here(self, name))
@@ -181,6 +181,8 @@ class BlockManager(BlockTables[Sequence]):
         self.num_looked_up += max(end - start, 0)
         if end <= start:
             return shared
+        if self.states.size:
+            self.states.begin_further(sequence, self.names.state(hashes[-1]), self.host)
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
         for name in self.names.needed(hashes[start:], start):
@@ -262,7 +264,7 @@ class BlockManager(BlockTables[Sequence]):
     def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
         """`States.seal`, which is logged."""
         sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
-        tell(self.pool.log, self.states.groups, checkpoint.sequence, end - 1, end, sealed)
+        tell(self.pool.log, self.names.of_state, checkpoint.sequence, end - 1, end, sealed)
         return sealed
 
     def missing_hashes(
@@ -278,18 +280,26 @@ class BlockManager(BlockTables[Sequence]):
         for sequence in sequences:
             start = self.cached_start(sequence)
             cached.update(dict.fromkeys(start.all_blocks))
-            if self.states.size:
-                continue  # checkpoints of other replicas and of tiers are not known
             num_cached = len(start.blocks) // self.num_groups
             hashes = _find(self, sequence, num_cached, is_somewhere)
             # The newest block of a request that moves may not come.
             names = self.names.needed(hashes[num_cached:], num_cached, num_spare=tier is None)
-            for name in filter(None, names):
+            for name in filter(None, itertools.chain(names, self._state_names(sequence, hashes, tier is None))):
                 if hits := self.pool.hits([name]):
                     cached.update(dict.fromkeys(hits))
                 elif name not in self.host:
                     missing[name] = None
         return [block for block in cached if block not in self.blank], list(missing)
+
+    def _state_names(self, sequence: Sequence, hashes: SequenceOf[BlockHash], is_moved: bool) -> Iterator[BlockHash]:
+        """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
+        moves, has one of the last two that it was to make."""
+        if self.states.size and hashes:
+            ends = [len(hashes)]
+            if is_moved:
+                ends = self.states.last_places(sequence, len(hashes))
+            for end in ends:
+                yield from self.names.state(hashes[end - 1])
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
@@ -320,15 +330,19 @@ class BlockManager(BlockTables[Sequence]):
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
-        max_blocks = min(max_blocks, sequence.num_shareable)
-        if self.states.size:
-            # A prompt token is never computed as the only one of a step: its keys would be rounded otherwise.
-            max_blocks = min(max_blocks, max(sequence.max_cached_tokens - 1, 0) // self.block_size)
+        max_blocks = min(max_blocks, self.num_shareable(sequence))
         if self.blank or self.states.size:
             self._find_all_groups(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
             self._find_start(sequence, start, start.blocks, max_blocks)
         return start
+
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never computed
+        as the only one of a step: its keys would be rounded otherwise."""
+        if self.states.size:
+            return max(sequence.max_cached_tokens - 1, 0) // self.block_size
+        return sequence.num_shareable
 
     def _find_start(self, sequence: Sequence, start: CachedStart, blocks: list[BlockId], max_blocks: int) -> int:
         """Extends the cached `blocks` of the full groups, up to `max_blocks` of each. Returns the number of each."""
@@ -370,7 +384,8 @@ class BlockManager(BlockTables[Sequence]):
             end, checkpoint = self.states.find(
                 hashes, end, lambda count: self.groups.hit_length(count, has_windowed) == count
             )
-            sequence.parting = num_found * self.block_size if end < num_found else 0
+            if end < num_found:
+                sequence.partings.add(num_found * self.block_size)
         first = self.groups.first_read(end * self.block_size)
         blocks: list[BlockId] = []
         for index in range(end):
@@ -394,7 +409,7 @@ class BlockManager(BlockTables[Sequence]):
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
         start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, sequence.num_shareable)
+        end = min(start + count, self.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 
 
@@ -408,13 +423,19 @@ def _find(
     """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
     groups before the logical index `first` are known to be."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-    for index in range(first, sequence.num_shareable):
+    for index in range(first, blocks.num_shareable(sequence)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
         if not all(map(is_found, blocks.names.full(content))):
             break
         hashes.append(content)
     windowed = blocks.names.windowed
-    end = blocks.groups.hit_length(len(hashes), lambda index: all(map(is_found, windowed(hashes[index]))))
+
+    def hit_length(num_blocks: int) -> int:
+        return blocks.groups.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
+
+    end = hit_length(len(hashes))
+    while blocks.states.size and end and not all(map(is_found, blocks.names.state(hashes[end - 1]))):
+        end = hit_length(end - 1)
     return hashes[:end]
 
 
@@ -444,7 +465,7 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
     if blocks.states.size:
         hashes = sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
         end, found = blocks.states.find(hashes, num_blocks, lambda _: True)
-        yield from zip(found, blocks.states.names(hashes[end - 1]), strict=True) if end else ()
+        yield from zip(found, blocks.names.state(hashes[end - 1]), strict=True) if end else ()
 
 
 def tell(

@@ -55,14 +55,20 @@ class PrefixHashes:
 class BlockNames:
     """Names of blocks by group of layers, from hashes of their tokens. The first group's blocks have these hashes."""
 
-    def __init__(self, groups: LayerGroups) -> None:
+    def __init__(self, groups: LayerGroups, state_blocks: int = 0) -> None:
         self._groups = groups
+        self.of_state = range(groups.num_groups, groups.num_groups + state_blocks)
+        """The blocks of a state, as further groups."""
 
     def full(self, content: BlockHash) -> list[BlockHash]:
         return [in_group(content, group) for group in range(self._groups.num_full)]
 
     def windowed(self, content: BlockHash) -> list[BlockHash]:
         return [in_group(content, group) for group in range(self._groups.num_full, self._groups.num_groups)]
+
+    def state(self, content: BlockHash) -> list[BlockHash]:
+        """The blocks of the checkpoint behind these tokens."""
+        return [in_group(content, group) for group in self.of_state]
 
     def needed(self, hashes: Sequence[BlockHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
         """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the

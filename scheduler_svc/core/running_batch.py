@@ -467,8 +467,17 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
         """Blocks at the start of a waiting sequence that it may take from the row once the row sealed them. The first
         `num_known` are known to match. Compares tokens, which takes a quarter of the time of hashing them."""
-        size, max_blocks = self._block_size, min(self._num_full(row), sequence.num_shareable)
+        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
+
+    def will_have_state(self, row: int, num_blocks: int) -> bool:
+        """Whether a sequence that takes the first `num_blocks` blocks of a row will find a checkpoint behind them, if
+        layers keep states. The row makes one there, unless its state is a later one by now."""
+        place = num_blocks * self._block_size
+        if not self.blocks.states.size or self.rows.num_computed[row] >= place:
+            return not self.blocks.states.size
+        self.sequence(row).partings.add(place)
+        return True
 
     def _begin(self, row: int, num_sealed: int) -> None:
         """Registers the blocks that the row computes next as underway."""

@@ -493,7 +493,9 @@ class FakeDevice:
             held = self.blocks[block][-1]
             is_state = isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]
             assert isinstance(held, int) or is_state, f"block {block} is sealed, and it is not full or not finite"
-            number, group = (held[1], self.groups.num_groups - 100 - held[0]) if is_state else divmod(held, self.groups.num_groups)
+            number, group = (
+                (held[1], self.groups.num_groups - 100 - held[0]) if is_state else divmod(held, self.groups.num_groups)
+            )
             tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))

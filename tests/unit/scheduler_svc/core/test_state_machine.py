@@ -313,7 +313,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             config, num_logical = scheduler.config, length // scheduler.config.block_size
             num_windowed = num_logical - config.groups.first_read(num_logical * config.block_size)
-            assert len(pin.hashes) == config.full_groups * num_logical + config.windowed_groups * num_windowed
+            num_blocks = config.full_groups * num_logical + config.windowed_groups * num_windowed
+            assert len(pin.hashes) == num_blocks + config.state_blocks * (num_logical > 1)
 
     @precondition(lambda self: bool(self.driver.scheduler.pins))
     @rule(data=st.data())
