@@ -18,6 +18,7 @@ from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError
 from kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
+from kernels.states import StatePages, StateUnits
 
 logger = logging.getLogger(__name__)
 _recording_kernels: ContextVar[CpuKernels | None] = ContextVar("recording_kernels", default=None)
@@ -78,6 +79,76 @@ class Implementation(Protocol):
     ) -> torch.Tensor: ...
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class StateOperations(Protocol):
+    """The operations on states that a layer keeps for each sequence."""
+
+    def causal_conv(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        pages: StatePages,
+        units: StateUnits,
+        *,
+        activation: str | None,
+        before: torch.Tensor | None,
+        after: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def linear_recurrence(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        pages: StatePages,
+        units: StateUnits,
+        *,
+        delta: bool,
+        unit_norm: bool,
+        scale: float,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def selective_scan(
+        self,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        pages: StatePages,
+        units: StateUnits,
+        *,
+        skip: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+    def gates(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor | None,
+        a_log: torch.Tensor,
+        dt_bias: torch.Tensor,
+        *,
+        dt_min: float,
+        dt_max: float,
+        beta_scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def gated_norm(
+        self,
+        x: torch.Tensor,
+        gate: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        group_size: int,
+        *,
+        norm_first: bool,
+        activation: str,
+    ) -> torch.Tensor: ...
 
 
 class Products(Protocol):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from kernels import host_memory, int8, reference
 from kernels.backends import (  # noqa: F401  (four of these are for importers of this module)
     Products,
+    StateOperations,
     block_moves_for,
     coded_products_for,
     draws_for,
@@ -43,6 +44,7 @@ from kernels.checks import (
     check_layer_norm,
     check_norm,
     check_rotary,
+    check_same_tokens,
     check_shape,
     check_write,
 )
@@ -52,6 +54,7 @@ from kernels.cpu.low_rank import TokenAddends
 from kernels.draw_rules import DrawRules
 from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, Coding, PackedWeight, Quantization
+from kernels.states import StatePages, StateShape, StateUnits, check_pages
 
 
 def reshape_and_cache(
@@ -616,6 +619,250 @@ def _check_slots(x: torch.Tensor, addends: TokenAddends) -> None:
     check_shape("slots", addends.slots, (x.shape[:-1].numel(),))
     check_dtype("slots", addends.slots, torch.int64)
     check_device("slots", addends.slots, x.device)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pages: StatePages,
+    units: StateUnits,
+    *,
+    activation: str | None = None,
+    before: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Convolution of each channel over the last K tokens of its row:
+    `y[t] = activation(sum over j of weight[:, j] * (x * before)[t - K + 1 + j] + bias) * after[t]`, in float32.
+
+    The state is the last K - 1 tokens of `x * before` in float32, `StateShape.of_conv(C, K)`. A token's result has the
+    same bits whatever other tokens it is computed with, here and in all operations on states.
+
+    Args:
+        x, before, after: [T, C], of one floating dtype; None is 1. Lines may lie apart.
+        weight: [C, K] of the dtype of x or float32; it is read faster where `weight.t()` is contiguous.
+        bias: [C], of the dtype of `weight`.
+        activation: "silu", or None for the identity.
+
+    Returns:
+        [T, C] of the dtype of x.
+
+    Raises:
+        IndexError: an index of `pages` is out of range. Nothing was written.
+    """
+    check_shape("x", x, (None, None))
+    check_dtype("x", x, FLOATING)
+    check_shape("weight", weight, (x.shape[1], None))
+    check_dtype("weight", weight, (x.dtype, torch.float32))
+    check_device("weight", weight, x.device)
+    for name, each in (("before", before), ("after", after)):
+        if each is not None:
+            check_shape(name, each, x.shape)
+            check_same_tokens(name, each, x)
+    if bias is not None:
+        check_shape("bias", bias, (x.shape[1],))
+        check_dtype("bias", bias, weight.dtype)
+        check_device("bias", bias, x.device)
+    if activation not in (None, "silu"):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or None")
+    check_pages(pages, units, StateShape.of_conv(*weight.shape), x)
+    return _states_on(x.device).causal_conv(
+        x, weight, bias, pages, units, activation=activation, before=before, after=after
+    )
+
+
+def linear_recurrence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor | None,
+    pages: StatePages,
+    units: StateUnits,
+    *,
+    delta: bool,
+    unit_norm: bool,
+    scale: float,
+    skip: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The recurrence of layers with a matrix S of [dk, dv] as the state of a head, token by token in float32:
+    `S = decay * S`, then `S += key u^T`, and the output is `S^T query`. u is `beta * (value - S^T key)` for the delta
+    rule (Gated DeltaNet, arXiv 2412.06464; Kimi Delta Attention, arXiv 2510.26692), else `beta * value` (Mamba 2, arXiv
+    2405.21060: key is its B, query its C, beta its time step).
+
+    The state is `StateShape.of_recurrence(Hv, dk, dv)`.
+
+    Args:
+        query, key: [T, Hk, dk], of the dtype of `value`. Tokens and heads may lie apart, as those of `value` may.
+        value: [T, Hv, dv], floating; Hv is a multiple of Hk. Head h has the key head `h // (Hv // Hk)`.
+        decay: [T, Hv] float32, or [T, Hv, dk] with a factor for each channel of keys.
+        beta: [T, Hv] float32; None is 1.
+        delta: whether u is that of the delta rule.
+        unit_norm: queries and keys are first divided by their norm: `x * rsqrt(sum(x^2) + 1e-6)`.
+        scale: factor on queries.
+        skip: [Hv] float32: `skip * value` is added to outputs.
+
+    Returns:
+        [T, Hv, dv] of the dtype of `value`.
+
+    Raises:
+        IndexError: an index of `pages` is out of range. Nothing was written.
+    """
+    check_shape("value", value, (None, None, None))
+    check_dtype("value", value, FLOATING)
+    num_tokens, num_heads, value_dim = value.shape
+    check_shape("key", key, (num_tokens, None, None))
+    check_shape("query", query, key.shape)
+    for name, each in (("query", query), ("key", key)):
+        check_same_tokens(name, each, value)
+    if key.shape[1] == 0 or num_heads % key.shape[1]:
+        raise ValueError(f"value has {num_heads} heads; expected a multiple of the {key.shape[1]} of key")
+    check_shape("decay", decay, (num_tokens, num_heads, key.shape[2])[: 3 if decay.dim() == 3 else 2])
+    floats = [("decay", decay)]
+    if beta is not None:
+        check_shape("beta", beta, (num_tokens, num_heads))
+        floats.append(("beta", beta))
+    if skip is not None:
+        check_shape("skip", skip, (num_heads,))
+        floats.append(("skip", skip))
+    for name, each in floats:
+        check_dtype(name, each, torch.float32)
+        check_device(name, each, value.device)
+    check_pages(pages, units, StateShape.of_recurrence(num_heads, key.shape[2], value_dim), value)
+    return _states_on(value.device).linear_recurrence(
+        query, key, value, decay, beta, pages, units, delta=delta, unit_norm=unit_norm, scale=scale, skip=skip
+    )
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    pages: StatePages,
+    units: StateUnits,
+    *,
+    skip: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The scan of Mamba (arXiv 2312.00752), token by token in float32: each channel d has N states
+    `S[n] = exp(dt[d] * a[d, n]) * S[n] + dt[d] * x[d] * b[n]`, and the output is `sum over n of S[n] * c[n]`.
+
+    The state is `StateShape.of_scan(D, N)`.
+
+    Args:
+        x: [T, D], floating. Lines may lie apart, as those of dt, b and c may.
+        dt: [T, D] float32, after softplus.
+        a: [D, N] float32, negative.
+        b, c: [T, N], of the dtype of x.
+        skip: [D] float32: `skip * x` is added to outputs.
+
+    Returns:
+        [T, D] of the dtype of x.
+
+    Raises:
+        IndexError: an index of `pages` is out of range. Nothing was written.
+    """
+    check_shape("x", x, (None, None))
+    check_dtype("x", x, FLOATING)
+    num_tokens, num_channels = x.shape
+    check_shape("a", a, (num_channels, None))
+    check_shape("dt", dt, x.shape)
+    for name, each in (("b", b), ("c", c)):
+        check_shape(name, each, (num_tokens, a.shape[1]))
+        check_same_tokens(name, each, x)
+    floats = [("dt", dt), ("a", a)]
+    if skip is not None:
+        check_shape("skip", skip, (num_channels,))
+        floats.append(("skip", skip))
+    for name, each in floats:
+        check_dtype(name, each, torch.float32)
+        check_device(name, each, x.device)
+    check_pages(pages, units, StateShape.of_scan(*a.shape), x)
+    return _states_on(x.device).selective_scan(x, dt, a, b, c, pages, units, skip=skip)
+
+
+def gates(
+    a: torch.Tensor,
+    b: torch.Tensor | None,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    dt_min: float = 0.0,
+    dt_max: float = float("inf"),
+    beta_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decay and beta of `linear_recurrence`, in float32.
+
+    The time step is `softplus(a + dt_bias)`, but at least `dt_min` and at most `dt_max`; the decay is
+    `exp(-exp(a_log) * step)`. Beta is `beta_scale * sigmoid(b)`; without b it is the time step, as in Mamba 2.
+
+    Args:
+        a: [T, H], or [T, H, dk] with a step for each channel of keys; floating. Lines may lie apart.
+        b: [T, H] of that dtype; None only where a is [T, H].
+        a_log: [H] float32.
+        dt_bias: [H] or [H, dk] float32, as a has it.
+
+    Returns:
+        The decay, of the shape of a, and beta, [T, H]; both float32.
+    """
+    if a.dim() not in (2, 3):
+        check_shape("a", a, (None, None))
+    check_dtype("a", a, FLOATING)
+    if b is not None:
+        check_shape("b", b, a.shape[:2])
+        check_same_tokens("b", b, a)
+    elif a.dim() == 3:
+        raise ValueError("b is None; expected a tensor, since a has a step for each channel")
+    for name, each, shape in (("a_log", a_log, a.shape[1:2]), ("dt_bias", dt_bias, a.shape[1:])):
+        check_shape(name, each, shape)
+        check_dtype(name, each, torch.float32)
+        check_device(name, each, a.device)
+    return _states_on(a.device).gates(a, b, a_log, dt_bias, dt_min=dt_min, dt_max=dt_max, beta_scale=beta_scale)
+
+
+def gated_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    group_size: int,
+    *,
+    norm_first: bool,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """RMS norm over groups of numbers, with a gate, in float32: `rms_norm(x) * weight * activation(gate)` if
+    `norm_first`, else `rms_norm(x * activation(gate)) * weight`.
+
+    Args:
+        x, gate: [T, n], of one floating dtype; n is a multiple of `group_size`. Lines may lie apart.
+        weight: [group_size] for all groups, or [n], of the dtype of x or float32. None: there is no norm, and the
+            result is `x * activation(gate)`.
+        activation: "silu" or "sigmoid".
+
+    Returns:
+        [T, n] of the dtype of x.
+    """
+    check_shape("x", x, (None, None))
+    check_dtype("x", x, FLOATING)
+    check_shape("gate", gate, x.shape)
+    check_same_tokens("gate", gate, x)
+    if group_size < 1 or x.shape[1] % group_size:
+        raise ValueError(f"group_size is {group_size}; expected a divisor of {x.shape[1]}")
+    if weight is not None:
+        check_shape("weight", weight, (group_size if weight.shape[0] == group_size else x.shape[1],))
+        check_dtype("weight", weight, (x.dtype, torch.float32))
+        check_device("weight", weight, x.device)
+    if activation not in ("silu", "sigmoid"):
+        raise ValueError(f"activation is {activation!r}; expected 'silu' or 'sigmoid'")
+    return _states_on(x.device).gated_norm(
+        x, gate, weight, eps, group_size, norm_first=norm_first, activation=activation
+    )
+
+
+def _states_on(device: torch.device) -> StateOperations:
+    implementation = implementation_for(device)
+    return implementation if isinstance(implementation, CpuKernels) else reference
 
 
 def can_draw(device: torch.device) -> bool:

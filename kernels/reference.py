@@ -13,6 +13,13 @@ from torch.nn import functional
 
 from kernels.int8 import quantize
 from kernels.packed_weight import PackedWeight, Quantization
+from kernels.reference_states import (  # noqa: F401  (for importers of this module)
+    causal_conv,
+    gated_norm,
+    gates,
+    linear_recurrence,
+    selective_scan,
+)
 
 # Bound on the elements of keys and values that one group of decodes gathers, and so on attention's memory.
 MAX_GATHERED_ELEMENTS = 1 << 24

@@ -51,6 +51,7 @@ from kernels.cpu.packing import (
     quantize,
     stored_as,
 )
+from kernels.cpu.states import StateKernels
 from kernels.draw_rules import DrawRules
 from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, PackedWeight, Quantization
@@ -96,7 +97,7 @@ _Shrunk = tuple[torch.Tensor, torch.Tensor, PackedTable]
 """The products of tokens with A of their adapters, the slots of the tokens, and the table of the parts."""
 
 
-class CpuKernels:
+class CpuKernels(StateKernels):
     """The operations of one library. `kernels.ops` documents and checks the arguments.
 
     The reference computes unsupported cases (float64, weights of another dtype than x). Tensors may be views whose last

@@ -237,6 +237,60 @@ class AllGatherArgs(Arguments):
     _fields_ = (*_pointers("output x"), ("group", SharedGroup), *_integers("threads rows part total x_stride"))
 
 
+class StatePages(_Mirrored):
+    _fields_ = (
+        *_pointers("pages tables query_start_loc seq_lens checkpoints checkpoint_tables num_kept"),
+        *_integers("num_rows num_blocks block_stride table_stride table_width checkpoint_stride"),
+        *_integers("num_checkpoints unit_bytes units_per_block first_unit"),
+    )
+
+
+class ConvArgs(Arguments):
+    _fields_ = (
+        *_pointers("output x weight bias before after"),
+        ("pages", StatePages),
+        *_integers("dtype weight_dtype threads num_tokens channels taps x_stride before_stride after_stride"),
+        *_integers("weight_channel_stride weight_tap_stride is_silu"),
+    )
+
+
+class RecurrenceArgs(Arguments):
+    _fields_ = (
+        *_pointers("output query key value decay beta skip"),
+        ("pages", StatePages),
+        *_integers("dtype threads num_tokens num_key_heads num_heads key_dim value_dim query_token_stride"),
+        *_integers("query_head_stride key_token_stride key_head_stride value_token_stride value_head_stride"),
+        *_integers("decay_token_stride decay_head_stride beta_token_stride is_per_channel is_delta"),
+        *_integers("is_unit_norm"),
+        *_doubles("scale"),
+    )
+
+
+class ScanArgs(Arguments):
+    _fields_ = (
+        *_pointers("output x dt a b c skip"),
+        ("pages", StatePages),
+        *_integers("dtype threads num_tokens channels num_states x_stride dt_stride b_stride c_stride"),
+    )
+
+
+class GatesArgs(Arguments):
+    _fields_ = (
+        *_pointers("decay beta a b a_log dt_bias"),
+        *_integers("dtype threads num_tokens num_heads head_channels a_stride b_stride"),
+        *_doubles("dt_min dt_max beta_scale"),
+    )
+
+
+class GatedNormArgs(Arguments):
+    _fields_ = (
+        *_pointers("output x gate weight"),
+        *_integers("dtype weight_dtype threads num_tokens hidden group_size weight_size x_stride gate_stride"),
+        *_integers("is_norm_first is_sigmoid"),
+        *_doubles("eps"),
+    )
+
+
 class RecordedOperation(_Mirrored):
     _fields_ = (*_integers("operation"), *_pointers("args"), *_integers("lines_per_token"))
 
@@ -261,6 +315,7 @@ _ERRORS: dict[int, tuple[type[Exception], str]] = {
     6: (IndexError, "ids names a row that is not in the weight"),
     7: (IndexError, "slots names a slot that is not in the table of low-rank parts"),
     8: (IndexError, "chosen names an expert that there is not"),
+    9: (IndexError, "checkpoints names a line that is not in checkpoint_tables"),
     5: (MemoryError, "there is not enough memory for the intermediate results of the operation"),
 }
 
@@ -281,6 +336,11 @@ class Operation(Enum):
     CHOOSE = ("choose", 10, "num_tokens")
     EXPERTS = ("experts", 11, "num_tokens")
     MULTIPLY = ("multiply", 12, "rows")
+    CAUSAL_CONV = ("causal_conv", 13, "num_tokens")
+    LINEAR_RECURRENCE = ("linear_recurrence", 14, "num_tokens")
+    SELECTIVE_SCAN = ("selective_scan", 15, "num_tokens")
+    GATES = ("gates", 16, "num_tokens")
+    GATED_NORM = ("gated_norm", 17, "num_tokens")
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

@@ -487,7 +487,25 @@ FOREIGN: dict[str, Family] = {
     ),
 }
 
-FAMILIES = SHAPES | NATIVE | FOREIGN
+_DELTA_RULE = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+
+STATES: dict[str, Family] = {
+    # Layers that keep a state for each sequence.
+    "qwen3.5": Family("Qwen3_5", _DELTA_RULE, "Qwen3_5TextConfig", num_calls=1),
+    "qwen3-next-moe": Family(
+        "Qwen3Next", {**_DELTA_RULE, **FEW_EXPERTS, "shared_expert_intermediate_size": 48}, num_calls=1
+    ),
+}
+
+FAMILIES = SHAPES | NATIVE | FOREIGN | STATES
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _PATCHES = {**_VISION, "image_size": 28, "patch_size": 14}

@@ -81,6 +81,25 @@ class HeadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Outputs of a checkpoint's layer that lie in runs, with outputs of other parts between them.
+
+    Attributes:
+        run: outputs of each run.
+        distance: outputs from the beginning of a run to the beginning of the next one.
+    """
+
+    run: int
+    distance: int
+
+    def runs(self, outputs: Shard, first: int) -> Iterator[Shard]:
+        """The places of some of the outputs, which are whole runs. `first` is the place of the first run."""
+        for start in range(outputs.start, outputs.end, self.run):
+            place = first + start // self.run * self.distance
+            yield Shard(place, place + self.run)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearPart:
     """A linear layer of the checkpoint, by the name of its module.
 
@@ -91,6 +110,7 @@ class LinearPart:
         of: outputs of the checkpoint's layer; None if these are all.
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
         order: of the outputs of heads, if it is not the same as in `ops.rotary`.
+        spread: of the outputs from `first` on; None if they are neighbours.
     """
 
     name: str
@@ -101,6 +121,7 @@ class LinearPart:
     of: int | None = None
     order: HeadOrder | None = None
     apart: str | None = None
+    spread: Spread | None = None
 
 
 class Linear(Loadable):
@@ -278,9 +299,14 @@ class Linear(Loadable):
         is_split = self._split is Split.OUTPUTS
         shard = self._placement.ranks.shard(width, part.num_shards) if is_split else Shard(0, width)
         for segment in range(part.segments):
-            start = part.first + segment * width
+            start = segment * width
             outputs = Shard(start + shard.start, start + shard.end)
-            yield from (outputs,) if part.order is None else part.order.runs(outputs)
+            if part.spread is None:
+                runs = iter((Shard(part.first + outputs.start, part.first + outputs.end),))
+            else:
+                runs = part.spread.runs(outputs, part.first)
+            for run in runs:
+                yield from (run,) if part.order is None else part.order.runs(run)
 
     def _weight_spec(self, part: LinearPart) -> TensorSpec:
         shape = (part.of or part.out_features, self._in_features)

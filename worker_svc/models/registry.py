@@ -18,6 +18,7 @@ from worker_svc.models.families import DENSE
 from worker_svc.models.families_with_experts import WITH_EXPERTS
 from worker_svc.models.families_with_latents import WITH_LATENTS
 from worker_svc.models.families_with_shared_keys import WITH_SHARED_KEYS
+from worker_svc.models.families_with_states import WITH_STATES
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_mxfp4_experts, with_quantized_weights
@@ -26,7 +27,7 @@ from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Tensor
 Family = type[GPT2LMHeadModel] | type[OPTForCausalLM] | DecoderFamily
 """A family of models that Quire implements itself."""
 
-DECODERS: dict[str, DecoderFamily] = {**DENSE, **WITH_EXPERTS, **WITH_LATENTS, **WITH_SHARED_KEYS}
+DECODERS: dict[str, DecoderFamily] = {**DENSE, **WITH_EXPERTS, **WITH_LATENTS, **WITH_SHARED_KEYS, **WITH_STATES}
 
 FAMILIES: dict[str, Family] = {
     GPT2LMHeadModel.architecture: GPT2LMHeadModel,

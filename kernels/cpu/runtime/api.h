@@ -24,6 +24,7 @@ enum Status : int32_t {
   kBadId = 6,  // an id is not the index of a row
   kBadSlotOfAdapter = 7,
   kBadExpert = 8,  // a number is not an expert's
+  kBadCheckpoint = 9,  // a number is not that of a line of checkpoint_tables
 };
 
 // The OpenMP runtime that torch has loaded, as the addresses of three of its functions.
@@ -361,6 +362,144 @@ struct RotaryArgs {
   int64_t head_dim;
 };
 
+// Where the states of layers are that keep one of a fixed size for each sequence: kernels/states.py has the rules.
+struct StatePages {
+  void* pages;                       // [num_blocks, bytes of a block]
+  const int32_t* tables;             // [R, table_width]
+  const int32_t* query_start_loc;    // [R + 1]
+  const int32_t* seq_lens;           // [R]
+  const int32_t* checkpoints;        // [T], -1 or a line of checkpoint_tables
+  const int32_t* checkpoint_tables;  // [num_checkpoints, table_width]
+  const int32_t* num_kept;           // [R] or null
+  int64_t num_rows;
+  int64_t num_blocks;
+  int64_t block_stride;  // bytes
+  int64_t table_stride;
+  int64_t table_width;
+  int64_t checkpoint_stride;
+  int64_t num_checkpoints;
+  int64_t unit_bytes;
+  int64_t units_per_block;
+  int64_t first_unit;  // of the layer
+};
+
+// output = activation(sum over taps of weight * (x * before) + bias) * after
+struct ConvArgs {
+  void* output;        // [T, channels] contiguous
+  const void* x;       // [T, channels]
+  const void* weight;  // [channels, taps]
+  const void* bias;    // [channels] or null
+  const void* before;  // [T, channels] or null
+  const void* after;   // [T, channels] or null
+  StatePages pages;
+  int64_t dtype;
+  int64_t weight_dtype;  // of weight and bias: dtype or kFloat32
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t channels;
+  int64_t taps;
+  int64_t x_stride;
+  int64_t before_stride;
+  int64_t after_stride;
+  int64_t weight_channel_stride;
+  int64_t weight_tap_stride;
+  int64_t is_silu;
+};
+
+// For each token: S = decay * S; S += key u^T, where u = beta * (value - S^T key) or beta * value; output = S^T query.
+struct RecurrenceArgs {
+  void* output;        // [T, num_heads, value_dim] contiguous
+  const void* query;   // [T, num_key_heads, key_dim]
+  const void* key;     // [T, num_key_heads, key_dim]
+  const void* value;   // [T, num_heads, value_dim]
+  const float* decay;  // [T, num_heads], or [T, num_heads, key_dim]
+  const float* beta;   // [T, num_heads]; null for 1
+  const float* skip;   // [num_heads]: skip * value is added to the output; or null
+  StatePages pages;
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_key_heads;
+  int64_t num_heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t key_token_stride;
+  int64_t key_head_stride;
+  int64_t value_token_stride;
+  int64_t value_head_stride;
+  int64_t decay_token_stride;
+  int64_t decay_head_stride;
+  int64_t beta_token_stride;
+  int64_t is_per_channel;  // decay
+  int64_t is_delta;
+  int64_t is_unit_norm;  // of queries and keys
+  double scale;          // of queries
+};
+
+// For each token: S[n] = e^(dt * a[n]) * S[n] + dt * x * b[n]; output = sum of S[n] * c[n], + skip * x.
+struct ScanArgs {
+  void* output;       // [T, channels] contiguous
+  const void* x;      // [T, channels]
+  const float* dt;    // [T, channels]
+  const float* a;     // [channels, num_states] contiguous
+  const void* b;      // [T, num_states]
+  const void* c;      // [T, num_states]
+  const float* skip;  // [channels] or null
+  StatePages pages;
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t channels;
+  int64_t num_states;
+  int64_t x_stride;
+  int64_t dt_stride;
+  int64_t b_stride;
+  int64_t c_stride;
+};
+
+// step = softplus(a + dt_bias), from dt_min to dt_max; decay = e^(-e^a_log * step); beta = beta_scale * sigmoid(b), or
+// step.
+struct GatesArgs {
+  float* decay;          // [T, num_heads, head_channels] contiguous
+  float* beta;           // [T, num_heads] contiguous
+  const void* a;         // [T, num_heads, head_channels], a line contiguous
+  const void* b;         // [T, num_heads]; null: beta is step
+  const float* a_log;    // [num_heads]
+  const float* dt_bias;  // [num_heads, head_channels]
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_heads;
+  int64_t head_channels;
+  int64_t a_stride;
+  int64_t b_stride;
+  double dt_min;
+  double dt_max;
+  double beta_scale;
+};
+
+// output = rms_norm(x) * weight * activation(gate), or rms_norm(x * activation(gate)) * weight, over groups of x.
+struct GatedNormArgs {
+  void* output;        // [T, hidden] contiguous
+  const void* x;       // [T, hidden]
+  const void* gate;    // [T, hidden]
+  const void* weight;  // [weight_size], of each weight_size numbers; null: x * activation(gate)
+  int64_t dtype;
+  int64_t weight_dtype;  // dtype or kFloat32
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t hidden;
+  int64_t group_size;
+  int64_t weight_size;  // group_size or hidden
+  int64_t x_stride;
+  int64_t gate_stride;
+  int64_t is_norm_first;
+  int64_t is_sigmoid;  // the activation; else silu
+  double eps;
+};
+
 // One of the processes of a machine that have mapped the same memory (exchange.h).
 struct SharedGroup {
   void* memory;  // quire_group_bytes, on a cache line, all zeros at first
@@ -407,6 +546,11 @@ enum Operation : int64_t {
   kChoose = 10,
   kExperts = 11,
   kMultiply = 12,
+  kCausalConv = 13,
+  kLinearRecurrence = 14,
+  kSelectiveScan = 15,
+  kGates = 16,
+  kGatedNorm = 17,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
@@ -464,6 +608,11 @@ QUIRE_API int32_t quire_shrink(const quire::Context* context, const quire::Shrin
 QUIRE_API int32_t quire_product(const quire::Context* context, const quire::ProductArgs* args);
 QUIRE_API int32_t quire_choose(const quire::Context* context, const quire::ChooseArgs* args);
 QUIRE_API int32_t quire_experts(const quire::Context* context, const quire::ExpertsArgs* args);
+QUIRE_API int32_t quire_causal_conv(const quire::Context* context, const quire::ConvArgs* args);
+QUIRE_API int32_t quire_linear_recurrence(const quire::Context* context, const quire::RecurrenceArgs* args);
+QUIRE_API int32_t quire_selective_scan(const quire::Context* context, const quire::ScanArgs* args);
+QUIRE_API int32_t quire_gates(const quire::Context* context, const quire::GatesArgs* args);
+QUIRE_API int32_t quire_gated_norm(const quire::Context* context, const quire::GatedNormArgs* args);
 // Return when all processes of the group have called them.
 QUIRE_API int32_t quire_all_reduce(const quire::Context* context, const quire::AllReduceArgs* args);
 QUIRE_API int32_t quire_all_gather(const quire::Context* context, const quire::AllGatherArgs* args);

@@ -57,6 +57,15 @@ struct ShrinkUnit {
   int64_t line, begin, end;
 };
 
+// The new tokens of a sequence whose state an operation moves on (states/pages.h): one row of the batch or several.
+struct StateRow {
+  int32_t row;  // its line in the tables
+  int32_t first_token;
+  int32_t num_tokens;
+  int32_t num_kept;  // tokens that change the pages: the first ones
+  bool is_new;       // the state before the first token is zero
+};
+
 // Unnamed, so that each file has its own copy: see above.
 namespace {
 
@@ -146,6 +155,20 @@ struct IsaKernels {
   ByDtype<void (*)(const ExpertsArgs&, const void* outputs, const int64_t* rows, const float* shared_weights,
                    int64_t begin, int64_t end)>
       add_experts;
+  // Units begin to end of rows times heads times spans of `groups` groups of columns.
+  ByDtype<void (*)(const RecurrenceArgs&, const StateRow* rows, int64_t groups, int64_t begin, int64_t end,
+                   std::byte* scratch)>
+      recurrence;
+  // Groups of channels begin to end, of all rows.
+  ByDtype<void (*)(const ConvArgs&, const StateRow* rows, int64_t num_rows, int64_t begin, int64_t end,
+                   std::byte* scratch)>
+      conv;
+  ByDtype<void (*)(const ScanArgs&, const StateRow* rows, int64_t num_rows, int64_t begin, int64_t end,
+                   std::byte* scratch)>
+      scan;
+  // Tokens begin to end.
+  ByDtype<void (*)(const GatesArgs&, int64_t begin, int64_t end)> gates;
+  ByDtype<void (*)(const GatedNormArgs&, int64_t begin, int64_t end)> gated_norm;
   // Rows begin to end.
   void (*draw)(const DrawArgs&, int64_t begin, int64_t end, std::byte* scratch);
   int64_t (*draw_scratch)(const DrawArgs&);  // bytes

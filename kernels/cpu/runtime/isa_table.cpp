@@ -22,6 +22,11 @@ int64_t product_scratch(const ProductArgs& args);
 void pack_tokens(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed);
 int64_t packed_bytes(const ProductArgs& args);
 extern const decltype(IsaKernels::add_experts) add_experts_kernels;
+extern const decltype(IsaKernels::recurrence) recurrence_kernels;
+extern const decltype(IsaKernels::conv) conv_kernels;
+extern const decltype(IsaKernels::scan) scan_kernels;
+extern const decltype(IsaKernels::gates) gates_kernels;
+extern const decltype(IsaKernels::gated_norm) gated_norm_kernels;
 void draw(const DrawArgs& args, int64_t begin, int64_t end, std::byte* scratch);
 int64_t draw_scratch(const DrawArgs& args);
 
@@ -30,7 +35,8 @@ IsaKernels kernels() {
           merge_kernels,  rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
           multiply_kernels, rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
           product,        product_scratch,  pack_tokens,        packed_bytes,
-          add_experts_kernels, draw, draw_scratch};
+          add_experts_kernels, recurrence_kernels, conv_kernels, scan_kernels, gates_kernels, gated_norm_kernels, draw,
+          draw_scratch};
 }
 
 }  // namespace quire::QUIRE_ISA

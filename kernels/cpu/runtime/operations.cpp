@@ -13,6 +13,7 @@
 #include "runtime/exchange.h"
 #include "runtime/isa.h"
 #include "runtime/work.h"
+#include "states/states.h"
 
 namespace quire {
 namespace {
@@ -138,6 +139,11 @@ class Operations {
   Status add_product(ProductArgs args, const ShrinkArgs* next = nullptr);
   Status add_choose(const ChooseArgs& args);
   Status add_experts(const ExpertsArgs& args);
+  Status add_causal_conv(const ConvArgs& args);
+  Status add_linear_recurrence(const RecurrenceArgs& args);
+  Status add_selective_scan(const ScanArgs& args);
+  Status add_gates(const GatesArgs& args);
+  Status add_gated_norm(const GatedNormArgs& args);
   Status add_all_reduce(const AllReduceArgs& args);
   Status add_all_gather(const AllGatherArgs& args);
 
@@ -157,6 +163,7 @@ class Operations {
   const Context& context_;
   Works works_;
   std::vector<std::shared_ptr<const SharedPlan>> plans_;  // one for each window and block table of the layers
+  StatePlans state_plans_;
 };
 
 template <class Function>
@@ -277,6 +284,30 @@ Status Operations::add_experts(const ExpertsArgs& args) {
   return kOk;
 }
 
+Status Operations::add_causal_conv(const ConvArgs& args) {
+  return state_plans_.add_conv(context_.kernels, args, works_);
+}
+
+Status Operations::add_linear_recurrence(const RecurrenceArgs& args) {
+  return state_plans_.add_recurrence(context_.kernels, args, works_);
+}
+
+Status Operations::add_selective_scan(const ScanArgs& args) {
+  return state_plans_.add_scan(context_.kernels, args, works_);
+}
+
+Status Operations::add_gates(const GatesArgs& args) {
+  const auto kernel = context_.kernels.gates.of[args.dtype];
+  return add(args.num_tokens, grain(kWorthThreads, 2 * args.num_heads * args.head_channels),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
+Status Operations::add_gated_norm(const GatedNormArgs& args) {
+  const auto kernel = context_.kernels.gated_norm.of[args.dtype];
+  return add(args.num_tokens, grain(kWorthThreads, args.hidden),
+             [=](int64_t begin, int64_t end, const Scratch&) { kernel(args, begin, end); });
+}
+
 Status Operations::add_all_reduce(const AllReduceArgs& args) {
   const auto kernel = context_.kernels.sum.of[args.dtype];
   const int64_t element = size_of(args.dtype), total = args.rows * args.n, at_once = args.group.slot_bytes / element;
@@ -348,6 +379,14 @@ Args args_of(const RecordedOperation& recorded, int64_t Args::* count, const Run
   return args;
 }
 
+// The same of an operation on states.
+template <class Args>
+Args state_args_of(const RecordedOperation& recorded, const RunArgs& run) {
+  Args args = args_of(recorded, &Args::num_tokens, run);
+  args.pages.num_rows = run.num_rows;
+  return args;
+}
+
 // The first `shrink` after an operation; null if there is none.
 const ShrinkArgs* shrink_after(const RunArgs& run, int64_t i) {
   while (++i < run.num_operations)
@@ -381,6 +420,16 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
       return operations.add_choose(args_of(recorded, &ChooseArgs::num_tokens, run));
     case kExperts:
       return operations.add_experts(args_of(recorded, &ExpertsArgs::num_tokens, run));
+    case kCausalConv:
+      return operations.add_causal_conv(state_args_of<ConvArgs>(recorded, run));
+    case kLinearRecurrence:
+      return operations.add_linear_recurrence(state_args_of<RecurrenceArgs>(recorded, run));
+    case kSelectiveScan:
+      return operations.add_selective_scan(state_args_of<ScanArgs>(recorded, run));
+    case kGates:
+      return operations.add_gates(args_of(recorded, &GatesArgs::num_tokens, run));
+    case kGatedNorm:
+      return operations.add_gated_norm(args_of(recorded, &GatedNormArgs::num_tokens, run));
     case kAllReduce:
       return operations.add_all_reduce(args_of(recorded, &AllReduceArgs::rows, run));
     case kAllGather:
@@ -408,6 +457,11 @@ QUIRE_OPERATION(shrink, ShrinkArgs)
 QUIRE_OPERATION(product, ProductArgs)
 QUIRE_OPERATION(draw, DrawArgs)
 QUIRE_OPERATION(choose, ChooseArgs)
+QUIRE_OPERATION(causal_conv, ConvArgs)
+QUIRE_OPERATION(linear_recurrence, RecurrenceArgs)
+QUIRE_OPERATION(selective_scan, ScanArgs)
+QUIRE_OPERATION(gates, GatesArgs)
+QUIRE_OPERATION(gated_norm, GatedNormArgs)
 QUIRE_OPERATION(all_reduce, AllReduceArgs)
 QUIRE_OPERATION(all_gather, AllGatherArgs)
 

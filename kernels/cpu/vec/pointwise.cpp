@@ -6,14 +6,6 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Calls function(index, lanes...) for all vectors of a line; the last one may have fewer lanes than kWidth.
-template <class Function>
-inline void for_vectors(int64_t n, Function function) {
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) function(i);
-  if (i < n) function(i, static_cast<int>(n - i));
-}
-
 template <class T>
 inline T* line_of(void* start, int64_t line, int64_t stride) {
   return static_cast<T*>(start) + line * stride;

@@ -79,6 +79,14 @@ inline void store_both(BF16* p, Vec first, Vec second) {
 }
 #endif
 
+// Calls function(index, lanes...) for all vectors of a line; the last one may have fewer lanes than kWidth.
+template <class Function>
+inline void for_vectors(int64_t n, Function function) {
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) function(i);
+  if (i < n) function(i, static_cast<int>(n - i));
+}
+
 // e^x to the last bit or two; 0 where that is no normal float, infinity from about 88.4 on.
 inline Vec exp(Vec x) {
   const Vec lowest = set1(-87.33f);
@@ -107,6 +115,23 @@ inline Vec exp_to_bfloat16(Vec x) {
 }
 
 inline Vec tanh(Vec x) { return set1(1.0f) - set1(2.0f) / (exp(x + x) + set1(1.0f)); }
+
+inline Vec sigmoid(Vec x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
+
+// ln(1 + e^x), to a few of the last bits of any result that is a normal float.
+inline Vec softplus(Vec x) {
+  const Vec y = exp(zero() - max(x, zero() - x));
+  // ln(1 + y) = 2 artanh(s); s is at most 1/3.
+  const Vec s = y / (y + set1(2.0f)), squared = s * s;
+  Vec p = fma(squared, set1(2.0f / 15), set1(2.0f / 13));
+  p = fma(p, squared, set1(2.0f / 11));
+  p = fma(p, squared, set1(2.0f / 9));
+  p = fma(p, squared, set1(2.0f / 7));
+  p = fma(p, squared, set1(2.0f / 5));
+  p = fma(p, squared, set1(2.0f / 3));
+  p = fma(p, squared, set1(2.0f));
+  return fma(p, s, max(zero(), x));
+}
 
 inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(zero() - x)); }
 
