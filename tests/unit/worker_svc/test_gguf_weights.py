@@ -124,6 +124,7 @@ OTHERS = {
     "hunyuan-dense": Family("HunYuanDenseV1", {"head_dim": 16}),
     "phi-moe": NATIVE["phi-moe"],
     "dots1": without("dots1-moe", *SHAPED),
+    **{name: NATIVE[name] for name in ("gemma4-shared", "gemma4-wide-shared", "gemma4-moe", "gemma3n-shared")},
 }
 """Families that only Quire's own decoder runs from a file."""
 
@@ -239,9 +240,35 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path: Path, has_drafts: bool)
     assert gguf_weights(file).keys() == gguf_weights(plain).keys()
 
 
+@pytest.mark.parametrize(("family", "is_fused"), [("gemma3n-shared", False), ("gemma4-wide-shared", True)])
+def test_keys_of_layers_that_read_those_of_earlier_ones_are_left_out(
+    tmp_path: Path, family: str, is_fused: bool
+) -> None:
+    """Published directories have them, and the converter writes them."""
+    make_model(tmp_path / "model", family)
+    plain = write_gguf(tmp_path / "plain.gguf", tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(weights)
+    last = f"model.layers.{NATIVE[family].fields['num_hidden_layers'] - 1}.self_attn"
+    norm = tensors[f"{last}.k_norm.weight"] = torch.ones_like(tensors[f"{last}.q_norm.weight"])
+    for name in ("k_proj", "v_proj"):
+        tensors[f"{last}.{name}.weight"] = torch.ones(2 * len(norm), 64)
+    save_file(tensors, weights)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", fused=is_fused)
+    assert len(GgufHeader.read(file).tensors) != len(GgufHeader.read(plain).tensors)
+    found, expected = (load_model(each, device=torch.device("cpu"), dtype=torch.float32) for each in (file, plain))
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    assert torch.equal(*(PagedRunner(each, [tokens], block_size=4).step(Span(0, 0, 40)) for each in (found, expected)))
+
+
 @pytest.mark.parametrize(
     ("family", "further", "problem"),
     [
+        ("gemma3n-shared", {"gemma3n.activation_sparsity_scale": [0, 0]}, "activation_sparsity_scale is no list of"),
+        ("gemma3n-shared", {"gemma3n.feed_forward_length": [96, 96]}, "[96, 96]; expected are 4 numbers from 1 to"),
+        ("gemma4-shared", {"gemma4.rope.dimension_count_swa": 8}, "rope.dimension_count_swa is not 16, the size of"),
+        ("gemma4-shared", {"gemma4.rope.scaling.type": "linear"}, "rope.scaling.type is 'linear', which is not read"),
+        ("gemma4-shared", {"rope": [1.0] * 15 + [2.0]}, "rope_freqs.weight is not 1 for the first pairs of a head and"),
         ("deepseek-v2", {"deepseek2.expert_weights_norm": True}, "normalized weights are not read"),
         ("deepseek-v2", {"deepseek2.rope.dimension_count": 40}, "rope.dimension_count is 40, of keys of 40 dimensions"),
         ("deepseek-v3", {"deepseek2.expert_used_count": 5}, "expert_used_count is 5, more than the 4 experts"),
