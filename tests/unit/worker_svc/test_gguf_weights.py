@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.packed_weight import Coding, Quantization
+from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import ModelDirectory
@@ -32,6 +32,7 @@ from tests.support.models import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
+from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.models.registry import load_model
 from worker_svc.weights import Checkpoint
 
@@ -309,7 +310,9 @@ CODED_SIZES: dict[str, Any] = {
 
 
 def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
-    """Codes as in files of Q4_K_M: some of the matrices have longer codes."""
+    """Codes as in files of Q4_K_M: some of the matrices have longer codes, or none."""
+    if any(each in name for each in ("altup", "laurel", "per_layer_model_proj")):
+        return data, Kind.F32
     is_long = "attn_v" in name or "ffn_down" in name or name == "output"
     coding = Coding.Q6_K if is_long else Coding.Q4_K
     num_rows = math.prod(data.shape[:-1])
@@ -348,6 +351,28 @@ def test_weights_are_multiplied_as_the_file_has_them(
     # The router has no codes in any file.
     of_router = {None} if "moe" in family or family == "mixtral" else set()
     assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
+
+
+LAYER_INPUTS: dict[str, Any] = {
+    "gemma3n-shared": {"intermediate_size": 4 * [512]},
+    "gemma4-shared": {"global_head_dim": 64},
+    "gemma4-moe": {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 256},
+}
+
+
+@pytest.mark.parametrize("family", LAYER_INPUTS)
+def test_weights_of_models_with_inputs_of_each_layer_are_multiplied_as_the_file_has_them(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of these inputs is looked up so, too."""
+    sizes = CODED_SIZES | {"head_dim": 32, "hidden_size_per_layer_input": 256} | LAYER_INPUTS[family]
+    make_model(tmp_path / "model", family, **sizes)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)
+    tables = [module for module in model.modules() if isinstance(module, Embedding)]
+    assert len(tables) == (1 if family == "gemma4-moe" else 2)
+    assert all(isinstance(table.matrix, CodedWeight) for table in tables)
+    assert {Coding.Q4_K, Coding.Q6_K} <= codings_in_use(file, 1, monkeypatch)[True]
 
 
 def test_weights_are_rounded_to_int8_from_the_numbers_of_the_file(
