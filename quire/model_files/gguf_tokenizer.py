@@ -166,7 +166,9 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         parts = _byte_level(fields, tokens, split)
         with_bos = split.with_bos
     elif kind in ("llama", "gemma4"):
-        merges = _merges(fields, tokens) if kind == "gemma4" else _merges_of_scores(fields, tokens, kinds)
+        # Gemma 4's have merges in addition to scores, which say nothing.
+        scored = None if kind == "gemma4" else _scores(fields, tokens, kinds)
+        merges = _merges(fields, tokens) if scored is None else _merges_of(fields, tokens, scored, kinds)
         parts = _sentence_piece(fields, tokens, merges)
         with_bos = True
     else:
@@ -174,7 +176,8 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
             f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece), gemma4"
         )
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
-    before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
+    # Some files of Gemma 4 deny it, against the model.
+    before = bos if kind == "gemma4" or fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
     after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None
     return {
         "version": "1.0",
@@ -261,12 +264,10 @@ def _merges(fields: GgufFields, tokens: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _merges_of_scores(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> list[tuple[str, str]]:
-    return _merges_of(fields, tokens, _scores(fields, tokens, kinds), kinds)
-
-
 def _sentence_piece(fields: GgufFields, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    with_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
+    with_prefix = fields.text("tokenizer.ggml.model") == "llama" and fields.flag(
+        "tokenizer.ggml.add_space_prefix", True
+    )
     unknown = fields.token_id("unknown")
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},

@@ -216,7 +216,7 @@ def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
 
 
 def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
-    """What the converter writes of Gemma 3n and 4, whose layers may differ."""
+    """The fields of Gemma 3n and 4, whose layers may differ."""
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     writer.add_sliding_window_pattern(slides)
     writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
@@ -226,7 +226,9 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
         return
     own, (full, *_) = config["head_dim"], config["per_layer_config"].values()
     size, count, inner = full["head_dim"], len(slides) - config["num_kv_shared_layers"], config["intermediate_size"]
-    fields = {f"attention.{name}_length": size for name in ("key", "value")} | {"rope.dimension_count": size}
+    fields: dict[str, Any] = {f"attention.{name}_length": size for name in ("key", "value")} | {
+        "rope.dimension_count": size
+    }
     fields |= {f"{name}_swa": own for name in fields}
     if of_full := full.get("num_key_value_heads"):
         fields["attention.head_count_kv"] = [config["num_key_value_heads"] if each else of_full for each in slides]
@@ -234,7 +236,10 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
         fields["feed_forward_length"] = [inner * (1 + (index >= count)) for index in range(len(slides))]
     for key, value in fields.items():
         writer.kv_data[0].pop(f"{architecture}.{key}", None)
-        (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"{architecture}.{key}", value)
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{key}", value)
 
 
 def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], merged: bool) -> None:
