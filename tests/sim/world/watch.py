@@ -96,7 +96,8 @@ class NamingBlocks(BlockManager):
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         owner = f"{sequence.request.tenant} {sequence.request.cache_salt.hex()}"
-        if not all(name in self._names for name in hashes):
+        # The same tokens may have had blocks of fewer groups of layers before.
+        if not all(in_group(name, self.num_groups - 1) in self._names for name in hashes):
             adapter = b"" if sequence.request.adapter is None else sequence.request.adapter.digest
             slots = Prefixes(sequence.token_ids[: end * self.block_size], adapter).hashes(0, end * self.block_size)
             for index, name in enumerate(hashes, first):
@@ -947,7 +948,10 @@ class Watch:
             welcome, info = link.welcome, loop.replica.info
             assert welcome is not None
             assert info is not None
-            known, there = (welcome.block_size, welcome.num_gpu_blocks), (info.block_size, info.num_gpu_blocks)
+            known, there = (
+                (each.block_size, each.num_gpu_blocks, each.full_groups, each.windowed_groups)
+                for each in (welcome, info)
+            )
             if known != there and not (loop.lifecycle.is_draining or self._is_disturbed(host, gateway_host)):
                 yield f"{gateway_host} takes {host} to have blocks {known}, and it has {there}"
 
