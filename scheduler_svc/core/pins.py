@@ -84,7 +84,7 @@ class Pins:
 
     def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
         """`num_made` pins were made before; no new pin gets one of their handles."""
-        self._block_size, self._names = config.block_size, BlockNames(config.groups)
+        self._block_size, self._names = config.block_size, BlockNames(config.layout)
         # The start of a prefix has no windows of its own.
         self._max_parts = 1 if config.windowed_groups else _NUM_PARTS
         self._quota = int(config.pin_quota * config.num_blocks)

@@ -262,7 +262,7 @@ def max_blocks(request: Request, config: SchedulerConfig) -> int:
     if request.max_tokens == 1:
         shared = whole
     num_ended = sum(each.has_ended for each in request.emitted)
-    return config.groups.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
+    return config.layout.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
 
 
 def _check_emitted(request: Request) -> None:

@@ -310,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert length < scheduler.config.block_size
         else:
             config, num_logical = scheduler.config, length // scheduler.config.block_size
-            num_windowed = num_logical - config.groups.first_read(num_logical * config.block_size)
+            num_windowed = num_logical - config.layout.first_block_read(num_logical * config.block_size)
             assert len(pin.hashes) == config.full_groups * num_logical + config.windowed_groups * num_windowed
 
     @precondition(lambda self: bool(self.driver.scheduler.pins))
@@ -346,7 +346,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._count_loss(self._at_stake())
         config = replace(
             self.driver.scheduler.config,
-            num_blocks=num_blocks * self.driver.scheduler.config.groups.num_groups,
+            num_blocks=num_blocks * self.driver.scheduler.config.layout.num_groups,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
         )
