@@ -242,12 +242,12 @@ def with_broken_naps(draw: Random, plan: Plan) -> Plan:
     return replace(plan, faults=tuple(faults))
 
 
-def with_groups(draw: Random, plan: Plan) -> Plan:
-    """Workers whose model has several groups of layers. Pools have room for the same sequences; in half of the worlds
-    windowed groups have little more than a sequence takes of them."""
+def with_groups(draw: Random, plan: Plan, groups: LayerGroups | None = None) -> Plan:
+    """Workers whose model has several groups of layers, drawn if none are given. Pools have room for the same
+    sequences; in half of the worlds windowed groups have little more than a sequence takes of them."""
     layout, worker = plan.layout, plan.layout.worker
     size, chunk = worker.block_size, worker.max_num_batched_tokens
-    groups = _draw_groups(draw, size, chunk)
+    groups = groups or _draw_groups(draw, size, chunk)
     num_full, num_windowed, window, num_groups = groups.num_full, groups.num_windowed, groups.window, groups.num_groups
     num_blocks = num_groups * worker.num_blocks
     if draw.random() < 0.5:

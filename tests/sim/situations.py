@@ -7,12 +7,14 @@ from random import Random
 from typing import Any, cast
 
 from quire.client import BeamSearch, Constraint, EarlyStopping, GenerationOptions
+from quire.messages.layer_groups import LayerGroups
 from tests.sim.plans import (
     KEEPING,
     START_S,
     Plan,
     fresh,
     plan_of,
+    with_groups,
     with_long_recomputations,
     with_naps,
     with_passes,
@@ -770,6 +772,38 @@ def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, draw_requests(draw, Kind.TIGHT, layout.clients, pool_tokens, draw.choice((0.05, 1.0))))
 
 
+def _sequences_behind_windows(seed: int, draw: Random) -> Plan:
+    """Requests of several sequences are computed again, some of which host memory has to a longer part than others.
+    Windows are short."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    num_host_blocks = draw.choice((100, 200, 400)) // size
+    worker = replace(layout.worker, block_size=size, num_blocks=2 * LONGEST // size, num_host_blocks=num_host_blocks)
+    settings = replace(layout.settings, preemption_mode="recompute")
+    layout = replace(layout, worker=replace(worker, device="cuda"), settings=settings)
+    several = [
+        replace(
+            each,
+            options=GenerationOptions(
+                n=2,
+                temperature=1.0,
+                seed=draw.randrange(1 << 64),
+                max_tokens=MAX_OUTPUT,
+                ignore_eos=True,
+            ),
+        )
+        for each in requests
+    ]
+    groups = LayerGroups(draw.choice((0, 1)), 1, draw.choice((2, size, 2 * size)))
+    return with_groups(draw, plan_of(seed, layout, several), groups)
+
+
+def _groups_without_windows(seed: int, draw: Random) -> Plan:
+    """Layers without windows are in several groups, and the pool has room for one or two of a few prompts."""
+    layout, requests, _ = _few_prompts(draw)
+    return with_groups(draw, plan_of(seed, layout, requests), LayerGroups(draw.choice((2, 3))))
+
+
 _SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
 SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
 COINCIDENCES = (_blocks_that_come_for_others, _blocks_that_come_for_others, _pins_beside_leases, _heirs)
@@ -782,6 +816,7 @@ OF_LATE = (
     _moves_beside_hosts,
     _drafts_that_do_not_pay,
 )
+OF_GROUPS = (_sequences_behind_windows, _groups_without_windows)
 OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 OF_WORKERS = (
     _slow_preparations,
