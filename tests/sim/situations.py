@@ -773,17 +773,19 @@ def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
 
 
 def _sequences_behind_windows(seed: int, draw: Random) -> Plan:
-    """Requests of several sequences are computed again, some of which host memory has to a longer part than others.
-    Windows are short."""
+    """Requests of several sequences, some of which got more drafts than others, are computed again. Host memory has
+    blocks of them; their prompts are longer than windows."""
     layout, requests = _preempting(draw)
     size = draw.choice((2, 4))
-    num_host_blocks = draw.choice((100, 200, 400)) // size
-    worker = replace(layout.worker, block_size=size, num_blocks=2 * LONGEST // size, num_host_blocks=num_host_blocks)
+    num_host_blocks = draw.choice((200, 400, 1000)) // size
+    worker = replace(layout.worker, block_size=size, num_host_blocks=num_host_blocks)
     settings = replace(layout.settings, preemption_mode="recompute")
-    layout = replace(layout, worker=replace(worker, device="cuda"), settings=settings)
+    worker = replace(worker, device="cuda", max_drafts=draw.choice((3, 7)), fixed_tokens=16)
+    layout = replace(layout, worker=worker, settings=settings)
     several = [
         replace(
             each,
+            prompt=fresh(draw, draw.randint(10, 40)),
             options=GenerationOptions(
                 n=2,
                 temperature=1.0,
@@ -792,10 +794,12 @@ def _sequences_behind_windows(seed: int, draw: Random) -> Plan:
                 ignore_eos=True,
             ),
         )
-        for each in requests
+        for each in requests[:8]
     ]
-    groups = LayerGroups(draw.choice((0, 1)), 1, draw.choice((2, size, 2 * size)))
-    return with_groups(draw, plan_of(seed, layout, several), groups)
+    plan = with_groups(draw, plan_of(seed, layout, several), LayerGroups(1, 1, draw.choice((2 * size, 10, 20))))
+    # The smallest pool that refuses no request.
+    worker = replace(plan.layout.worker, num_blocks=2 * LONGEST // size + 1)
+    return replace(plan, layout=replace(plan.layout, worker=worker))
 
 
 def _groups_without_windows(seed: int, draw: Random) -> Plan:

@@ -179,7 +179,7 @@ def draw_plan(seed: int) -> Plan:
         settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
         layout = replace(plan.layout, settings=settings)
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
-    others = Random(f"back with changed groups of a worker {seed}")
+    others = Random(f"back with foreign groups of layers {seed}")
     if others.random() < _REGROUPED:
         plan = with_other_groups(others, plan)
     several = Random(f"with special windows {seed}")

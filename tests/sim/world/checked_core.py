@@ -1110,14 +1110,15 @@ class CheckedScheduler(Scheduler):
         now = table.incarnation * (1 << 32) + table.num_sealed
         for row in (table.active & (now != self._num_sealed)).nonzero()[0].tolist():
             count, sequence = int(table.num_sealed[row]), self.batch.sequence(row)
-            if not count or sequence.prefix_hashes.between(count - 1, count, sequence.token_ids)[0] in self._names:
+            if not count or _names_of(sequence, count)[-1] in self._names:
                 continue
             # To be looked at again.
             now[row] = -1
             others = self.running.get(sequence.request.key).unfinished
             if not any(
                 each is not sequence
-                and each.block_table[count - 1 : count] == sequence.block_table[count - 1 : count]
+                and count <= each.num_tokens // self.config.block_size
+                and _names_of(each, count) == _names_of(sequence, count)
                 and each.row is not None
                 and table.num_sealed[each.row] < count
                 for each in others
@@ -1126,6 +1127,11 @@ class CheckedScheduler(Scheduler):
         self._num_sealed = now
 
     _report = staticmethod(report)
+
+
+def _names_of(sequence: CoreSequence, count: int) -> list[BlockHash]:
+    """The names of its first blocks, of the first group of layers."""
+    return sequence.prefix_hashes.first(count, sequence.token_ids)
 
 
 def _adds_up(queue: GroupQueue) -> bool:

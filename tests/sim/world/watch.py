@@ -75,11 +75,13 @@ Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
 the tokens that watchers receive. Tenants share no blocks, nor do requests of one tenant with different salts."""
 
 
-def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
-    """The block before one; None if it is the first, or has a name of another kind, as in recordings."""
+def parent_of(names: Names, name: BlockHash, num_full: int) -> BlockHash | None:
+    """The block without which one is useless; None if it is the first, is not of the first `num_full` groups of layers,
+    which have no windows, or has a name of another kind, as in recordings."""
     known = names.get(name)
-    parent = None if known is None else known[3].parent
-    return None if known is None or parent is None else in_group(parent, known[3].group)
+    if known is None or known[3].parent is None or known[3].group >= num_full:
+        return None
+    return in_group(known[3].parent, known[3].group)
 
 
 class FalseSealError(BlockError):
