@@ -43,11 +43,11 @@ class BlockManager(BlockTables[Sequence]):
 
     def __init__(self, config: SchedulerConfig) -> None:
         pool, host = PrefixIndex(config.num_blocks), HostMemory(0, MoveCounts())
-        super().__init__(pool, host, config.groups, config.watermark)
+        super().__init__(pool, host, config.layout, config.watermark)
         self.pool = pool
         self.host = host
         """Keeps blocks that the pool evicts."""
-        self.names = BlockNames(config.groups, config.state_blocks)
+        self.names = BlockNames(config.layout, config.state_blocks)
         self._config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
@@ -142,7 +142,7 @@ class BlockManager(BlockTables[Sequence]):
             return super().num_new(num_entries, sequence)
         first, end = num_entries // self.num_groups, -(-sequence.num_tokens // self.block_size)
         num_windowed = self.windows.first_end(first, end, sequence) - first
-        return self.groups.num_full * (end - first) + self.groups.num_windowed * num_windowed
+        return self.layout.num_full * (end - first) + self.layout.num_windowed * num_windowed
 
     def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         if not self.blank:
@@ -150,7 +150,7 @@ class BlockManager(BlockTables[Sequence]):
         blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
         sequence.windows_end = near = self.windows.first_end(first, end, sequence)
-        num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
+        num_near, num_full = (near - first) * self.num_groups, self.layout.num_full
         table = [*table, *blocks[:num_near]]
         for index in range(end - near):
             place = num_near + index * num_full
@@ -161,7 +161,7 @@ class BlockManager(BlockTables[Sequence]):
     def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
         if self.blank:
             for each in sequences:
-                self.windows.free_before(each.block_table, 0, self.groups.first_read(each.num_swapped_tokens))
+                self.windows.free_before(each.block_table, 0, self.layout.first_block_read(each.num_swapped_tokens))
         super().swap_out(sequences)
 
     def take(self, count: int) -> list[BlockId]:
@@ -223,7 +223,7 @@ class BlockManager(BlockTables[Sequence]):
                 shared += cached[place : place + size]
             else:
                 break
-        num_blocks = self.groups.hit_length(
+        num_blocks = self.layout.hit_length(
             len(shared) // size, lambda index: self.blank.isdisjoint(shared[index * size : index * size + size])
         )
         return shared[: num_blocks * size]
@@ -346,7 +346,7 @@ class BlockManager(BlockTables[Sequence]):
 
     def _find_start(self, sequence: Sequence, start: CachedStart, blocks: list[BlockId], max_blocks: int) -> int:
         """Extends the cached `blocks` of the full groups, up to `max_blocks` of each. Returns the number of each."""
-        size = self.groups.num_full
+        size = self.layout.num_full
         if not size:
             return max_blocks
         first, count = len(blocks) // size, _HASHES_AT_FIRST
@@ -376,17 +376,17 @@ class BlockManager(BlockTables[Sequence]):
 
         def has_windowed(index: int) -> bool:
             windowed[index] = self.pool.hits(self.names.windowed(hashes[index]))
-            return len(windowed[index]) == self.groups.num_windowed
+            return len(windowed[index]) == self.layout.num_windowed
 
-        size, end = self.groups.num_full, self.groups.hit_length(num_found, has_windowed)
+        size, end = self.layout.num_full, self.layout.hit_length(num_found, has_windowed)
         checkpoint: list[BlockId] = []
         if self.states.size:
             end, checkpoint = self.states.find(
-                hashes, end, lambda count: self.groups.hit_length(count, has_windowed) == count
+                hashes, end, lambda count: self.layout.hit_length(count, has_windowed) == count
             )
             if end < num_found:
                 sequence.partings.add(num_found * self.block_size)
-        first = self.groups.first_read(end * self.block_size)
+        first = self.layout.first_block_read(end * self.block_size)
         blocks: list[BlockId] = []
         for index in range(end):
             blocks += start.full[index * size : index * size + size]
@@ -431,7 +431,7 @@ def _find(
     windowed = blocks.names.windowed
 
     def hit_length(num_blocks: int) -> int:
-        return blocks.groups.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
+        return blocks.layout.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
 
     end = hit_length(len(hashes))
     while blocks.states.size and end and not all(map(is_found, blocks.names.state(hashes[end - 1]))):
@@ -453,7 +453,7 @@ def _note_full(
 def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
     """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
     tokens read, or one token block before these, up to the first that a full group does not have."""
-    first = blocks.groups.first_read(max(num_blocks - 1, 0) * blocks.block_size)
+    first = blocks.layout.first_block_read(max(num_blocks - 1, 0) * blocks.block_size)
     for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
         names = blocks.names.full(content)
         found = blocks.pool.hits(names)

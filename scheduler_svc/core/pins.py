@@ -84,7 +84,7 @@ class Pins:
 
     def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
         """`num_made` pins were made before; no new pin gets one of their handles."""
-        self._block_size, self._names = config.block_size, BlockNames(config.groups, config.state_blocks)
+        self._block_size, self._names = config.block_size, BlockNames(config.layout, config.state_blocks)
         # The start of a prefix has no windows and no checkpoint of its own.
         self._max_parts = 1 if config.windowed_groups or config.state_blocks else _NUM_PARTS
         self._quota = int(config.pin_quota * config.num_blocks)

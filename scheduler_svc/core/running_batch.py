@@ -322,10 +322,10 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
 
     def blocks_by_kind(self) -> tuple[int, int]:
         """How many blocks of full and of windowed groups the sequences hold, as if none were shared."""
-        groups, full, held = self.blocks.groups, 0, 0
+        layout, full, held = self.blocks.layout, 0, 0
         for sequence in self.rows.sequences:
             table = [] if sequence is None else sequence.block_table
-            full += len(table) // groups.num_groups * groups.num_full
+            full += len(table) // layout.num_groups * layout.num_full
             held += len(table) - sum(map(table.count, self.blocks.blank))
         return full, held - full
 
@@ -378,7 +378,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         ends = np.minimum(self.rows.num_computed[rows] + self._token_budget, self.rows.num_tokens[rows])
         known = [self.sequence(row).windows_end for row in rows.tolist()]
         num_new = np.maximum(-(-ends // size) - np.array(known, dtype=np.int64), 0)
-        return int(num_new.sum()) * self.blocks.groups.num_windowed
+        return int(num_new.sum()) * self.blocks.layout.num_windowed
 
     def free_before_windows(self) -> None:
         """Frees the blocks of the windowed groups that no step after the planned ones reads. A block that is not sealed
@@ -390,7 +390,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         computed = table.num_computed[rows] - table.num_unsure[rows]
         # If the row leaves the batch, its newest known token is computed again.
         position = np.minimum(computed, table.num_known[rows] - 1)
-        unread = np.maximum(position - blocks.groups.window + 1, 0) // self._block_size
+        unread = np.maximum(position - blocks.layout.window + 1, 0) // self._block_size
         must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.windows.reach
         ends = np.minimum(unread, np.maximum(table.num_sealed[rows], must_go))
         starts = table.windows_start[rows]

@@ -326,7 +326,7 @@ class Owner:
 
 def owners(scheduler: Scheduler, block: BlockId, *, is_host: bool) -> list[Owner]:
     """The live sequences that hold a block of the GPU pool, or of the host pool."""
-    size, num_groups = scheduler.config.block_size, scheduler.config.groups.num_groups
+    size, num_groups = scheduler.config.block_size, scheduler.config.layout.num_groups
     found: list[Owner] = []
     blocks = scheduler.batch.blocks
     if block in (blocks.blank_on_host if is_host else blocks.blank):

@@ -20,7 +20,7 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -363,7 +363,7 @@ async def state_message(
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         snapshots = [_snapshot_of(scheduler, sequence) for sequence in sequences]
-        await _add_sequences(message, snapshots, scheduler.config.groups)
+        await _add_sequences(message, snapshots, scheduler.config.layout)
     return message
 
 
@@ -392,7 +392,7 @@ async def blocks_message(scheduler: Scheduler | None, request_id: str | None) ->
         (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
     ]
     block_size = scheduler.config.block_size
-    await _add_sequences(message, snapshots, scheduler.config.groups)
+    await _add_sequences(message, snapshots, scheduler.config.layout)
     for start in range(0, len(cached), _BLOCKS_AT_ONCE):
         for block, content in cached[start : start + _BLOCKS_AT_ONCE]:
             message.cached.add(block_id=block, filled=block_size, block_hash=content)
@@ -444,9 +444,9 @@ def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
 async def _add_sequences(
     message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse,
     snapshots: Iterable[_Snapshot],
-    groups: LayerGroups,
+    layout: BlockTableLayout,
 ) -> None:
-    block_size, num_groups, num_blocks = groups.block_size, groups.num_groups, 0
+    block_size, num_groups, num_blocks = layout.block_size, layout.num_groups, 0
     for state, *blocks in snapshots:
         sequence = message.sequences.add()
         sequence.CopyFrom(state)
