@@ -338,8 +338,8 @@ class BlockManager(BlockTables[Sequence]):
         return start
 
     def num_shareable(self, sequence: Sequence) -> int:
-        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never computed
-        as the only one of a step: its keys would be rounded otherwise."""
+        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
+        computed as the only one of a step: its keys would be rounded otherwise."""
         if self.states.size:
             return max(sequence.max_cached_tokens - 1, 0) // self.block_size
         return sequence.num_shareable
@@ -476,8 +476,8 @@ def tell(
     end: int,
     sealed: SequenceOf[tuple[BlockId, BlockHash]] = (),
 ) -> None:
-    """Logs the full blocks of a sequence in these groups, with logical indices from `first` to before `end`: the content of the
-    `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
+    """Logs the full blocks of a sequence in these groups, with logical indices from `first` to before `end`: the
+    content of the `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
     if log is None or not (sealed or log.unread):
         return
     fresh = {name for _, name in sealed}

@@ -411,9 +411,9 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         super().add_chunk(row, group, size)
 
     def _chunk_with_state(self, row: int, size: int) -> int:
-        """The tokens of the row's next chunk, at most `size`; 0 if it has to wait for a larger share of a step. A prompt
-        token behind others must not be computed as the only one: attention would round it otherwise, and the remedy, to compute the
-        token before it again, would change the state twice."""
+        """The tokens of the row's next chunk, at most `size`; 0 if it has to wait for a larger share of a step. A
+        prompt token behind others must not be computed as the only one: attention would round it otherwise, and the
+        remedy, to compute the token before it again, would change the state twice."""
         computed = int(self.rows.num_computed[row])
         num_left = int(self.rows.num_prompt[row]) - computed
         if num_left - size == 1:

@@ -72,8 +72,8 @@ class States:
         self.copies += zip(checkpoint, sequence.state_blocks, strict=False)
 
     def begin_further(self, sequence: Sequence, names: SequenceOf[BlockHash], host: HostMemory) -> None:
-        """Makes a sequence begin with the checkpoint of these names, of which some blocks are here and the others on the
-        host, instead of the one that it was given."""
+        """Makes a sequence begin with the checkpoint of these names, of which some blocks are here and the others on
+        the host, instead of the one that it was given."""
         own = set(sequence.state_blocks)
         self.copies = [(source, block) for source, block in self.copies if block not in own]
         for name, block in zip(names, sequence.state_blocks, strict=True):
@@ -132,8 +132,8 @@ class States:
         return (place for place in sorted(places) if start < place <= end)
 
     def last_places(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """The last two of the places, up to `num_blocks` blocks, that a sequence which ran elsewhere had checkpoints at,
-        in blocks."""
+        """The last two of the places, up to `num_blocks` blocks, at which a sequence that ran elsewhere had
+        checkpoints, in blocks."""
         places, end = list[int](), num_blocks * self._block_size
         while end and len(places) < 2:
             places.append(max(self.wanted(sequence, 0, end), default=0))
