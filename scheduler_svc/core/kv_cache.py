@@ -358,7 +358,9 @@ class BlockManager(BlockTables[Sequence]):
         checkpoint: list[BlockId] = []
         if self.states.size:
             end, checkpoint = self.states.find(
-                hashes, end, lambda count: self.layout.hit_length(count, has_windowed) == count
+                hashes,
+                end,
+                lambda count: _may_continue(sequence, count) and self.layout.hit_length(count, has_windowed) == count,
             )
             if end < num_found:
                 sequence.partings.add(num_found * self.block_size)
@@ -389,6 +391,12 @@ class BlockManager(BlockTables[Sequence]):
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
 
 
+def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
+    """Whether a sequence may continue from a checkpoint after this number of token blocks. One that has output may not
+    begin with the last token of its prompt, which would be the only prompt token of its step."""
+    return num_blocks * sequence.prefix_hashes.block_size != sequence.num_prompt_tokens - 1
+
+
 def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
     return bool(blocks.pool.hits((name,))) or name in blocks.host
 
@@ -410,7 +418,12 @@ def _find(
         return blocks.layout.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
 
     end = hit_length(len(hashes))
-    while blocks.states.size and end and not all(map(is_found, blocks.names.state(hashes[end - 1]))):
+
+    def has_checkpoint(num_blocks: int) -> bool:
+        names = blocks.names.state(hashes[num_blocks - 1])
+        return _may_continue(sequence, num_blocks) and all(map(is_found, names))
+
+    while blocks.states.size and end and not has_checkpoint(end):
         end = hit_length(end - 1)
     return hashes[:end]
 

@@ -317,17 +317,20 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         for sequence in self.rows.sequences:
             if sequence is not None:
                 table = sequence.block_table
-                held[sequence.request.tenant] += len(table) - sum(map(table.count, self.blocks.blank))
+                num_held = len(table) - sum(map(table.count, self.blocks.blank)) + len(sequence.state_blocks)
+                held[sequence.request.tenant] += num_held
         return held
 
-    def blocks_by_kind(self) -> tuple[int, int]:
-        """How many blocks of full and of windowed groups the sequences hold, as if none were shared."""
-        layout, full, held = self.blocks.layout, 0, 0
+    def blocks_by_kind(self) -> tuple[int, int, int]:
+        """How many blocks of full and of windowed groups and of states the sequences hold, as if none were shared."""
+        layout, full, held, states = self.blocks.layout, 0, 0, 0
         for sequence in self.rows.sequences:
-            table = [] if sequence is None else sequence.block_table
-            full += len(table) // layout.num_groups * layout.num_full
-            held += len(table) - sum(map(table.count, self.blocks.blank))
-        return full, held - full
+            if sequence is not None:
+                table = sequence.block_table
+                full += len(table) // layout.num_groups * layout.num_full
+                held += len(table) - sum(map(table.count, self.blocks.blank))
+                states += len(sequence.state_blocks)
+        return full, held - full, states
 
     def num_new_tokens(self, group: SequenceGroup) -> int:
         """Tokens that each sequence of a running group got since the group entered, including steps in flight."""
