@@ -97,7 +97,7 @@ class Room:
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group takes in the next steps, in addition to the blocks for its present tokens."""
-        length, last = self._batch.blocks.groups.table_length, group.request.max_len - 1
+        length, last = self._batch.blocks.layout.table_length, group.request.max_len - 1
         forks = len(group.unfinished) - len(group.computing)
         return forks * self._batch.blocks.states.size + sum(
             length(min(each.num_tokens + _STEPS_AHEAD, last)) - length(each.num_tokens) for each in group.unfinished

@@ -4,7 +4,7 @@ import enum
 import sys
 from dataclasses import dataclass
 
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 
 
 class PolicyKind(enum.Enum):
@@ -117,8 +117,9 @@ class SchedulerConfig:
         ]
 
     @property
-    def groups(self) -> LayerGroups:
-        return LayerGroups(self.block_size, self.full_groups, self.windowed_groups, self.window)
+    def layout(self) -> BlockTableLayout:
+        """How block tables are laid out: the workers' `LayerGroups`, and the size of blocks."""
+        return BlockTableLayout(self.block_size, self.full_groups, self.windowed_groups, self.window)
 
     @property
     def num_usable_blocks(self) -> int:

@@ -15,7 +15,7 @@ from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
-from scheduler_svc.core.paging.block_tables import HostBlocks, LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout, HostBlocks
 
 
 class PrefixHashes:
@@ -55,20 +55,30 @@ class PrefixHashes:
 class BlockNames:
     """Names of blocks by group of layers, from hashes of their tokens. The first group's blocks have these hashes."""
 
-    def __init__(self, groups: LayerGroups) -> None:
-        self._groups = groups
+    def __init__(self, layout: BlockTableLayout, state_blocks: int = 0) -> None:
+        self._layout = layout
+        self._state_blocks = state_blocks
+
+    @property
+    def of_state(self) -> range:
+        """The blocks of a state, as further groups."""
+        return range(self._layout.num_groups, self._layout.num_groups + self._state_blocks)
 
     def full(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._groups.num_full)]
+        return [in_group(content, group) for group in range(self._layout.num_full)]
 
     def windowed(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._groups.num_full, self._groups.num_groups)]
+        return [in_group(content, group) for group in range(self._layout.num_full, self._layout.num_groups)]
+
+    def state(self, content: BlockHash) -> list[BlockHash]:
+        """The blocks of the checkpoint behind these tokens."""
+        return [in_group(content, group) for group in self.of_state]
 
     def needed(self, hashes: Sequence[BlockHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
         """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the
         next token is the first behind them, or begins one of the last `num_spare`; None for entries that no layer
         reads."""
-        first = self._groups.first_read((start + len(hashes) - num_spare) * self._groups.block_size)
+        first = self._layout.first_block_read((start + len(hashes) - num_spare) * self._layout.block_size)
         for index, content in enumerate(hashes, start):
             yield from self.full(content)
             names = self.windowed(content)

@@ -42,8 +42,8 @@ class Sequence(paging.Sequence):
     windowed groups of layers up to the logical index `windows_end`.
 
     Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of
-    the last checkpoint of its output, which may be in other use by now, with their names. `parting` is the number of
-    its first tokens whose keys were found without a checkpoint: another sequence parted from an earlier one there.
+    the last checkpoint of its output, which may be in other use by now, with their names. `partings` are numbers of its
+    first tokens after which another sequence goes on in another way.
     """
 
     request: Request
@@ -57,7 +57,7 @@ class Sequence(paging.Sequence):
     windows_end: int = 0
     state_blocks: list[BlockId] = field(default_factory=list[BlockId])
     newest_checkpoint: list[tuple[BlockId, BlockHash]] = field(default_factory=list[tuple[BlockId, BlockHash]])
-    parting: int = 0
+    partings: set[int] = field(default_factory=set[int])
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
@@ -107,11 +107,10 @@ class Sequence(paging.Sequence):
         self.prefix_hashes = parent.prefix_hashes.copy()
         self.held_back = parent.held_back.copy()
         self.cached_start = None
-        self.parting = parent.parting
 
     def lose_blocks(self) -> None:
         """The worker was lost, and the pool with it."""
-        self.row, self.parting = None, 0
+        self.row, self.partings = None, set()
         self.block_table, self.state_blocks, self.newest_checkpoint = [], [], []
 
     def end_reason(self) -> FinishReason | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.prefix_index import PrefixIndex
+from scheduler_svc.core.prefix_index import BlockNames, HostMemory, PrefixIndex
 from scheduler_svc.core.sequence import Sequence
 
 OUTPUT_INTERVAL = 64
@@ -49,14 +49,12 @@ class States:
 
     Attributes:
         size: Blocks of a state; 0 if no layer keeps one.
-        groups: The numbers of these blocks in names, behind the groups of layers that keep keys and values.
         copies: Pairs (source block, destination block) that the next step copies before it computes.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PrefixIndex) -> None:
+    def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
         self.size = config.state_blocks
-        self._block_size, self._pool = config.block_size, pool
-        self.groups = range(config.groups.num_groups, config.groups.num_groups + self.size)
+        self._block_size, self._pool, self._names = config.block_size, pool, names
         self.copies: list[tuple[BlockId, BlockId]] = []
         self._sources: list[BlockId] = []
 
@@ -72,6 +70,21 @@ class States:
         sequence.state_blocks = take(self.size)
         self._sources += checkpoint
         self.copies += zip(checkpoint, sequence.state_blocks, strict=False)
+
+    def begin_further(self, sequence: Sequence, names: SequenceOf[BlockHash], host: HostMemory) -> None:
+        """Makes a sequence begin with the checkpoint of these names, of which some blocks are here and the others on
+        the host, instead of the one that it was given."""
+        own = set(sequence.state_blocks)
+        self.copies = [(source, block) for source, block in self.copies if block not in own]
+        for name, block in zip(names, sequence.state_blocks, strict=True):
+            if hits := self._pool.hits((name,)):
+                self._pool.touch(hits)
+                self._sources += hits
+                self.copies.append((hits[0], block))
+            elif (saved := host.find(name)) is not None:
+                host.pool.touch((saved,))
+                host.load(saved, block)
+                host.pool.free((saved,))
 
     def separate(self, sequence: Sequence, take: Callable[[int], list[BlockId]]) -> bool:
         """Gives a sequence that is about to change its state its own copy, if another one shares it. Returns whether it
@@ -91,10 +104,6 @@ class States:
         self._sources = []
         return copies
 
-    def names(self, content: BlockHash) -> Iterator[BlockHash]:
-        """The names of the blocks of the checkpoint at the end of the token block with this hash."""
-        return (in_group(content, group) for group in self.groups)
-
     def find(
         self, hashes: SequenceOf[BlockHash], num_blocks: int, is_whole: Callable[[int], bool]
     ) -> tuple[int, list[BlockId]]:
@@ -104,8 +113,8 @@ class States:
         for end in range(num_blocks, 0, -1):
             content = hashes[end - 1]
             # Most places have no checkpoint.
-            if self._pool.hits((in_group(content, self.groups.start),)) and is_whole(end):
-                found = self._pool.hits(self.names(content))
+            if self._pool.hits((in_group(content, self._names.of_state.start),)) and is_whole(end):
+                found = self._pool.hits(self._names.state(content))
                 if len(found) == self.size:
                     return end, found
         return 0, []
@@ -115,12 +124,35 @@ class States:
         end of the prompt, which the next prompt of a conversation begins with, where another sequence went another
         way, and at intervals."""
         size, num_prompt = self._block_size, sequence.num_prompt_tokens
-        places = {(num_prompt - 2) // size * size, sequence.parting}
+        places = {(num_prompt - 2) // size * size, *sequence.partings}
         prompt_end = min(end, num_prompt)
         places.update(range(start // PROMPT_INTERVAL * PROMPT_INTERVAL, prompt_end + 1, PROMPT_INTERVAL))
         if (newest := end // self._interval * self._interval) > num_prompt:
             places.add(newest)
         return (place for place in sorted(places) if start < place <= end)
+
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
+        computed as the only one of a step: its keys would be rounded otherwise."""
+        if self.size:
+            return max(sequence.max_cached_tokens - 1, 0) // self._block_size
+        return sequence.num_shareable
+
+    def to_fetch(self, sequence: Sequence, hashes: SequenceOf[BlockHash], *, is_moved: bool) -> Iterator[BlockHash]:
+        """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
+        moves, has one of the last two that it was to make."""
+        if self.size and hashes:
+            for end in self.last_places(sequence, len(hashes)) if is_moved else [len(hashes)]:
+                yield from self._names.state(hashes[end - 1])
+
+    def last_places(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """The last two of the places, up to `num_blocks` blocks, at which a sequence that ran elsewhere had
+        checkpoints, in blocks."""
+        places, end = list[int](), num_blocks * self._block_size
+        while end and len(places) < 2:
+            places.append(max(self.wanted(sequence, 0, end), default=0))
+            end = max(places[-1] - self._block_size, 0)
+        return [place // self._block_size for place in places if place]
 
     @property
     def _interval(self) -> int:
@@ -131,7 +163,7 @@ class States:
         its blocks that became available."""
         sequence, index = checkpoint.sequence, checkpoint.num_tokens // self._block_size
         (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
-        pairs = zip(checkpoint.blocks, self.names(content), strict=True)
+        pairs = zip(checkpoint.blocks, self._names.state(content), strict=True)
         sealed = [(block, name) for block, name in pairs if self._pool.seal(block, name)]
         if checkpoint.num_tokens > sequence.num_prompt_tokens:
             self._pool.drop(self._pool.still_sealed(sequence.newest_checkpoint))

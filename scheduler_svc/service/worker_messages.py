@@ -104,8 +104,8 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
-        state_tables=encode_int32([(row, *blocks) for row, blocks in plan.state_tables]),
-        checkpoints=encode_int32([(row, count, *blocks) for row, count, blocks in plan.checkpoints]),
+        state_tables=encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)]),
+        checkpoints=encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)]),
         traced=[
             worker_pb2.TracedRow(row=assigned.row, traceparent=assigned.traceparent)
             for assigned in plan.assign

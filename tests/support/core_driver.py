@@ -14,7 +14,7 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Arriving
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
@@ -237,7 +237,7 @@ class WorkerRow:
 class FakeDevice:
     """Executes plans like a worker, and checks that every token has a slot and that none is skipped."""
 
-    groups: LayerGroups
+    layout: BlockTableLayout
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     host_blocks: Blocks = field(default_factory=dict)
     blocks: Blocks = field(default_factory=dict)
@@ -256,7 +256,7 @@ class FakeDevice:
 
     @property
     def block_size(self) -> int:
-        return self.groups.block_size
+        return self.layout.block_size
 
     def keep_on_disk(self, num_slots: int) -> list[int]:
         """Writes sealed blocks that are not on disk yet, over the oldest ones. Returns the slots that changed."""
@@ -414,9 +414,9 @@ class FakeDevice:
 
     def _blocks_at(self, row: WorkerRow, position: int) -> list[int]:
         """The block of each group that holds a position."""
-        first = position // self.block_size * self.groups.num_groups
-        blocks = row.blocks[first : first + self.groups.num_groups]
-        assert len(set(blocks)) == self.groups.num_groups, "groups share a block, or have none"
+        first = position // self.block_size * self.layout.num_groups
+        blocks = row.blocks[first : first + self.layout.num_groups]
+        assert len(set(blocks)) == self.layout.num_groups, "groups share a block, or have none"
         return blocks
 
     @property
@@ -439,9 +439,9 @@ class FakeDevice:
         size, end, own = self.block_size, num_computed + num_new, row.contexts
         assert end <= len(row.tokens), "a token was computed before it was known"
         self.contexts.extend(own, row.tokens, end, self._adapter_of(row))
-        num_groups = self.groups.num_groups
+        num_groups = self.layout.num_groups
         for group in range(num_groups):
-            start = 0 if group < self.groups.num_full else max(num_computed - self.groups.window + 1, 0)
+            start = 0 if group < self.layout.num_full else max(num_computed - self.layout.window + 1, 0)
             for first in range(start, num_computed, size) if num_groups == 1 else range(start, num_computed):
                 last = min(first + size, num_computed) if num_groups == 1 else first + 1
                 held = self.blocks.get(row.blocks[first // size * num_groups + group], self._empty)
@@ -482,7 +482,7 @@ class FakeDevice:
 
     def _content(self, number: int, group: int) -> int:
         """The content that a group of layers keeps for the tokens that have this number."""
-        return number * self.groups.num_groups + group
+        return number * self.layout.num_groups + group
 
     def _adapter_of(self, row: WorkerRow) -> bytes:
         return b"" if row.adapter_slot is None else self.adapters[row.adapter_slot]
@@ -493,7 +493,9 @@ class FakeDevice:
             held = self.blocks[block][-1]
             is_state = isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]
             assert isinstance(held, int) or is_state, f"block {block} is sealed, and it is not full or not finite"
-            number, group = (held[1], self.groups.num_groups - 100 - held[0]) if is_state else divmod(held, self.groups.num_groups)
+            number, group = (
+                (held[1], self.layout.num_groups - 100 - held[0]) if is_state else divmod(held, self.layout.num_groups)
+            )
             tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
@@ -519,7 +521,7 @@ class Driver:
 
     def __init__(self, config: SchedulerConfig, max_in_flight: int = 2) -> None:
         self.scheduler = Scheduler(config)
-        self.device = FakeDevice(config.groups)
+        self.device = FakeDevice(config.layout)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
         """Results of the steps in flight; None if the worker refuses or dies of the step, and for all after it."""
@@ -740,14 +742,14 @@ class Driver:
     def _forget_worker(self) -> None:
         self.scheduler.void_in_flight(self.clock)
         self.results.clear()
-        self.device = FakeDevice(self.scheduler.config.groups)
+        self.device = FakeDevice(self.scheduler.config.layout)
         self.told.clear()
         self.compiled.clear()
         self._is_dead = False
         self.check()
 
     def _move_to(self, config: SchedulerConfig) -> None:
-        self.device = FakeDevice(config.groups)
+        self.device = FakeDevice(config.layout)
         self.failed |= {failure.key.handle for failure in self.scheduler.refit(config, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:

@@ -312,8 +312,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert length < scheduler.config.block_size
         else:
             config, num_logical = scheduler.config, length // scheduler.config.block_size
-            num_windowed = num_logical - config.groups.first_read(num_logical * config.block_size)
-            assert len(pin.hashes) == config.full_groups * num_logical + config.windowed_groups * num_windowed
+            num_windowed = num_logical - config.layout.first_block_read(num_logical * config.block_size)
+            num_blocks = config.full_groups * num_logical + config.windowed_groups * num_windowed
+            assert len(pin.hashes) == num_blocks + config.state_blocks * (num_logical > 1)
 
     @precondition(lambda self: bool(self.driver.scheduler.pins))
     @rule(data=st.data())
@@ -351,7 +352,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens - 2)
         config = replace(
             config,
-            num_blocks=num_blocks * config.groups.num_groups + 4 * config.state_blocks,
+            num_blocks=num_blocks * config.layout.num_groups + 4 * config.state_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
         )
