@@ -47,13 +47,11 @@ def check_same_tokens(name: str, tensor: torch.Tensor, tokens: torch.Tensor) -> 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
     """A layer's KV pool: [2, num_blocks, num_kv_heads, block_size, head_dim], or int8 lines; [1, ...] if its lines are
-    latents. Each block is contiguous, and all are equally far apart."""
+    latents. The keys of a block are contiguous, its values too; blocks are equally far apart, keys and values too."""
     if kv_cache.dim() != 5 or kv_cache.size(0) not in (1, 2):
         check_shape("kv_cache", kv_cache, (2, None, None, None, None))
     check_dtype("kv_cache", kv_cache, (*FLOATING, torch.int8))
-    if not kv_cache.is_contiguous() and not (
-        kv_cache.stride(0) == kv_cache.size(1) * kv_cache.stride(1) and kv_cache[0, 0].is_contiguous()
-    ):
+    if not kv_cache.is_contiguous() and not kv_cache[0, 0].is_contiguous():
         raise ValueError("kv_cache is not contiguous")
 
 

@@ -36,7 +36,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     A tail that several sequences share is counted as one of them sees it.
     """
     rows, blocks, size = scheduler.batch.rows, scheduler.batch.blocks, scheduler.config.block_size
-    pool, groups, active = blocks.pool, blocks.groups, rows.active
+    pool, layout, active = blocks.pool, blocks.layout, rows.active
     num_slots, num_computed = rows.num_slots[active], rows.num_computed[active]
     retired = [each.block_table for each in blocks.retired]
     num_retired = sum(len(each) - sum(map(each.count, blocks.blank)) for each in retired)
@@ -44,7 +44,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     # The last token of a sequence is never computed and takes no slot.
     left = np.maximum(rows.max_len[active] - 1 - num_computed, 0)
     held = num_empty = reserved = 0
-    for num_groups, before, end in ((groups.num_full, 0, num_slots), (groups.num_windowed, *_windows(scheduler))):
+    for num_groups, before, end in ((layout.num_full, 0, num_slots), (layout.num_windowed, *_windows(scheduler))):
         empty = np.maximum(end - num_computed, 0)
         held += num_groups * int((end - before).sum())
         num_empty += num_groups * int(empty.sum())

@@ -1,5 +1,6 @@
 """The drafters and the draft model of a worker, which guess the next tokens (speculative decoding), by its settings."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ from worker_svc.sampling.drafters import AUTO, KINDS, Drafter, Drafters
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
@@ -24,7 +27,13 @@ class DraftPart:
 
 
 def make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
+    """The drafter of a model; None if it has none."""
     named = {*settings.speculate, *(AUTO if "auto" in settings.speculate and model.device.type == "cpu" else ())}
+    if model.state is not None:
+        if named:
+            reason = "what it computes for a wrong guess could not be taken back from the states of its layers"
+            _logger.info("%s has no speculative decoding: %s", model.architecture, reason)
+        return None
     drafters = [make() for name, make in KINDS.items() if name in named]
     if not drafters and "draft" not in settings.speculate:
         return None

@@ -22,7 +22,6 @@ from worker_svc.step import (
     CacheOperations,
     LogitRules,
     ModelGeometry,
-    PoolGeometry,
     RowChanges,
     RowSampling,
     SealedBlocks,
@@ -58,7 +57,7 @@ _logger = logging.getLogger(__name__)
 def _prefill_step(
     lengths: list[int],
     num_new: list[int],
-    pool: PoolGeometry,
+    pool: KvPool,
     block: int = 0,
     moves: CacheOperations = _NO_MOVES,
     sampling: RowSampling = _SAMPLING,
@@ -68,13 +67,15 @@ def _prefill_step(
     All their blocks are the same one: the results do not matter. A single new token counts as output, as in a decode.
     """
     rows, none = np.arange(len(lengths), dtype=np.int32), np.zeros(0, np.int32)
+    states = pool.padding_states(len(lengths))
     assigned = tuple(
         AssignRow(
             row,
             np.zeros(length, np.int32),
-            np.full(pool.table_len(length), block, np.int32),
+            np.full(pool.geometry.table_len(length), block, np.int32),
             sampling,
             max(length - (new == 1), 1),
+            state_blocks=np.array(states[row], np.int32),
         )
         for row, (length, new) in enumerate(zip(lengths, num_new, strict=True))
     )
@@ -105,9 +106,9 @@ def warm_up(runner: ModelRunner, pool: KvPool, max_model_len: int, limits: Worke
     block, shape = _free_block(pool), pool.geometry
     several = min(2, shape.block_size, max_model_len, limits.max_num_batched_tokens)
     for length in (several, 1):
-        runner.launch(_prefill_step([length], [length], shape, block)).wait()
+        runner.launch(_prefill_step([length], [length], pool, block)).wait()
     length = min(_CUT_LENGTH, max_model_len)
-    runner.launch(_prefill_step([length], [1], shape, block, _every_move(pool))).wait()
+    runner.launch(_prefill_step([length], [1], pool, block, _every_move(pool))).wait()
 
 
 def predict_passes(
@@ -142,7 +143,7 @@ def _measure_passes(
 
     def decodes(*lengths: int) -> AdmittedStep:
         """A step in which each row computes the last token of its length."""
-        return _prefill_step(list(lengths), [1] * len(lengths), pool.geometry, block, sampling=_PLAIN_SAMPLING)
+        return _prefill_step(list(lengths), [1] * len(lengths), pool, block, sampling=_PLAIN_SAMPLING)
 
     max_rows = min(limits.max_num_rows, limits.max_num_batched_tokens, _MAX_ROWS_MEASURED)
     counts = [2**power for power in range(min(max_rows, _ROWS_MEASURED).bit_length())]
@@ -222,7 +223,7 @@ def memory_for_pool(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner = ModelRunner(model, pool, geometry, limits)
-    runner.launch(_prefill_step(lengths, num_new, pool.geometry)).wait()
+    runner.launch(_prefill_step(lengths, num_new, pool)).wait()
     step_bytes = torch.cuda.max_memory_allocated(device) - before
     del runner, pool
     torch.cuda.empty_cache()

@@ -62,6 +62,14 @@ _MIXTRAL = _experts(
 )
 _QWEN_EXPERTS = _experts(shared="mlp.shared_expert", ffn_gate_inp_shexp="mlp.shared_expert_gate")
 _GEMMA_2 = {"ffn_norm": "pre_feedforward_layernorm"}
+_LAYER_INPUTS = _GEMMA_2 | {
+    "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
 _MERGED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _STARCODER = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
@@ -69,6 +77,30 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "mistral", "phimoe", "minimax-m2"), _MIXTRAL),
     **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe"), _QWEN_EXPERTS),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA_2),
+    "gemma3n": _LAYER_INPUTS
+    | {
+        "altup_proj": "model.altup_projections.*",
+        "altup_unembd_proj": "model.altup_unembed_projections.*",
+        "altup_correct_coef": "altup.correction_coefs",
+        "altup_correct_scale": "altup.correct_output_scale",
+        "altup_predict_coef": "altup.prediction_coefs",
+        "altup_router": "altup.modality_router",
+        "altup_router_norm": "altup.router_norm",
+        "laurel_l": "laurel.linear_left",
+        "laurel_r": "laurel.linear_right",
+        "laurel_post_norm": "laurel.post_laurel_norm",
+    },
+    "gemma4": _LAYER_INPUTS
+    | _experts("experts", "router.proj")
+    | {
+        "layer_output_scale": "layer_scalar",
+        "post_ffw_norm_1": "post_feedforward_layernorm_1",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        "post_ffw_norm_2": "post_feedforward_layernorm_2",
+        # Not factors of weights, as in other files.
+        "ffn_gate_inp.scale": "router.scale",
+        "ffn_down_exps.scale": "router.per_expert_scale",
+    },
     "phi3": _MERGED_MLP | {"attn_qkv": "self_attn.qkv_proj"},
     "chatglm": _MERGED_MLP,
     "gpt2": {
@@ -107,6 +139,8 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
 OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 LAYERS = {"gpt2": "transformer.h"}
 """The module of all layers, if it is not model.layers."""
+OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
+"""Tensors that files also have in layers that read the keys and values of earlier ones."""
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 """Tensors of all heads that rotate, and the fields with their numbers."""
@@ -121,7 +155,10 @@ ROTATES_NEIGHBOURS = frozenset(
 """Architectures whose files have pairs that rotate together as neighbours, and transformers half a head apart."""
 NORMS_FROM_1 = frozenset(("gemma", "gemma2", "gemma3", "nemotron"))
 """Architectures whose files have the factors of norms, and transformers the factors minus 1."""
-WITHOUT_KIND = ("self_attn.sinks", "e_score_correction_bias", "mlp.expert_bias")
+WITHOUT_KIND = (
+    *("self_attn.sinks", "e_score_correction_bias", "mlp.expert_bias"),
+    *("correct_output_scale", "layer_scalar", "router.scale", "router.per_expert_scale"),
+)
 """Ends of names that are not followed by ".weight" or ".bias"."""
 ROWS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row, which files have as vectors."""

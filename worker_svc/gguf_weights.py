@@ -8,7 +8,7 @@ is served.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from worker_svc.gguf_names import (
     LAYERS,
     NORMS_FROM_1,
     OF_CONFIGURATION,
+    OF_KEYS,
     ROTATED,
     ROTATED_HEADS,
     ROTATES_NEIGHBOURS,
@@ -192,18 +193,19 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
         ConfigurationError: the file is damaged, a tensor has a type that is not read, or a name that is not known.
     """
     header = header or GgufHeader.read(file)
-    layout, scales = _Layout(header), _scales(header)
+    layout = _Layout(header)
+    scales = _scales(each for each in header.tensors.values() if not layout.names_whole(each))
     found: dict[str, GgufWeight] = {}
     for tensor in header.tensors.values():
-        if tensor.name in OF_CONFIGURATION or tensor.name.endswith((".scale", ".input_scale")):
-            # The last two belong to weights in NVFP4.
+        # The last belongs to weights in NVFP4, as the scales do.
+        if tensor.name in (*OF_CONFIGURATION, *scales) or tensor.name.endswith(".input_scale"):
             continue
         if layout.is_of_drafts(tensor):
             continue
         kind, num_bytes = _kind_of(tensor), _num_bytes(tensor)
         of_scale = tensor.name.removesuffix(".weight") + ".scale"
         scale, parts = scales.get(of_scale, (1.0,)), list(layout.parts(tensor))
-        num_experts = 1 + max(part.expert for part in parts)
+        num_experts = 1 + max((part.expert for part in parts), default=0)
         if len(scale) not in (1, num_experts):
             expected = f"expected 1 or {num_experts}, one for each expert"
             raise ConfigurationError(f"{tensor.file}: tensor {of_scale} has {len(scale)} numbers; {expected}")
@@ -228,14 +230,14 @@ def _num_bytes(tensor: GgufTensor) -> int:
     return num_bytes
 
 
-def _scales(header: GgufHeader) -> Mapping[str, Sequence[float]]:
+def _scales(tensors: Iterable[GgufTensor]) -> Mapping[str, Sequence[float]]:
     """Factors of weights in NVFP4: one number, or one for each expert."""
     found: dict[str, Sequence[float]] = {}
-    for name, tensor in header.tensors.items():
-        if name.endswith(".scale"):
+    for tensor in tensors:
+        if tensor.name.endswith(".scale"):
             if _kind_of(tensor).name != "F32" or len(tensor.shape) != 1:
-                raise ConfigurationError(f"{tensor.file}: tensor {name} is not a list of numbers in F32")
-            found[name] = np.fromfile(tensor.file, "<f4", _num_bytes(tensor) // 4, offset=tensor.start).tolist()
+                raise ConfigurationError(f"{tensor.file}: tensor {tensor.name} is not a list of numbers in F32")
+            found[tensor.name] = np.fromfile(tensor.file, "<f4", _num_bytes(tensor) // 4, offset=tensor.start).tolist()
     return found
 
 
@@ -306,27 +308,36 @@ class _Layout:
         self._header = header
         self._architecture = header.metadata.get("general.architecture", "")
         self._names = {**USUAL, **DIFFERENT.get(self._architecture, {})}
-        self._first_of_drafts = self._layers_of_model()
+        self._first_of_drafts = self._layers_but("nextn_predict_layers")
+        self._first_without_keys = self._layers_but("attention.shared_kv_layers")
 
     def is_of_drafts(self, tensor: GgufTensor) -> bool:
         """Whether it is of the layers after the model's, which draft tokens."""
         block = _BLOCK.fullmatch(tensor.name)
-        return block is not None and self._first_of_drafts is not None and int(block["number"]) >= self._first_of_drafts
+        return block is not None and int(block["number"]) >= self._first_of_drafts
 
-    def _layers_of_model(self) -> int | None:
-        """None if the file has no layers that draft tokens."""
-        if f"{self._architecture}.nextn_predict_layers" not in self._header.metadata:
-            return None
+    def _layers_but(self, name: str) -> float:
+        """The number of layers without the last ones, which the field counts; without the field no layer is one."""
+        if f"{self._architecture}.{name}" not in self._header.metadata:
+            return math.inf
         fields = GgufFields(self._header)
-        return fields.size("block_count") - fields.own("nextn_predict_layers", int, "a whole number")
+        return fields.size("block_count") - fields.own(name, int, "a whole number")
+
+    def names_whole(self, tensor: GgufTensor) -> bool:
+        """Whether the tensor has a name that includes its kind."""
+        block = _BLOCK.fullmatch(tensor.name)
+        return block is not None and block["rest"] in self._names
 
     def parts(self, tensor: GgufTensor) -> Iterator[_Part]:
-        """The parts of a tensor: one; several if it has all experts, or if a converter has merged tensors.
-        ConfigurationError if its name is not known."""
+        """The parts of a tensor: one; several if it has all experts, or if a converter has merged tensors; none if the
+        layer reads the keys of an earlier one, and they are keys or values. ConfigurationError if its name is not
+        known."""
         block = _BLOCK.fullmatch(tensor.name)
         base, _, kind = (tensor.name if block is None else block["rest"]).rpartition(".")
         # The corrections of HY3's experts have a name without a kind.
         base, kind = (base, kind) if base else (kind, "bias")
+        if block is not None and self.names_whole(tensor):
+            base, kind = block["rest"], "weight"
         prefix = "" if block is None else f"{LAYERS.get(self._architecture, 'model.layers')}.{block['number']}."
         bases = _FUSED[base] if base in _FUSED and base not in self._names else (base,)
         names = [self._name(each) for each in bases]
@@ -339,13 +350,15 @@ class _Layout:
             experts, shape = shape[0], shape[1:]
         if shape[0] % sum(shares):
             raise self._error(tensor, f"has {shape[0]} rows, which do not divide into {', '.join(bases)}")
+        has_keys = block is None or int(block["number"]) < self._first_without_keys
         for expert in range(experts):
             first = expert * shape[0]
             for each, name, share in zip(bases, names, shares, strict=True):
                 num_rows = shape[0] * share // sum(shares)
                 full_name = prefix + self._full_name(name, kind).replace("*", str(expert))
                 arrange = self._arrangement(each, full_name)
-                yield _Part(full_name, (num_rows, *shape[1:]), first, num_rows, experts * shape[0], expert, arrange)
+                if has_keys or each not in OF_KEYS:
+                    yield _Part(full_name, (num_rows, *shape[1:]), first, num_rows, experts * shape[0], expert, arrange)
                 first += num_rows
 
     def _name(self, base: str) -> str | None:

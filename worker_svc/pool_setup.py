@@ -12,7 +12,7 @@ from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
-from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
 from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
@@ -29,8 +29,11 @@ _logger = logging.getLogger(__name__)
 def choose_cut(
     model: CausalLM, max_model_len: int, settings: WorkerSettings, draft_model: CausalLM | None = None
 ) -> LayerCut:
-    """The groups of the model's layers."""
+    """The groups of the model's layers. ConfigurationError for layers with states that are not served so."""
     layers = model.cache_layers
+    if model.state is not None:
+        _check_states(model, draft_model)
+        return LayerCut(layers)
     cut = cut_layers(layers, max_model_len, settings.block_size)
     num_shapes = len({(each.num_kv_heads, each.head_dim) for each in layers})
     if not cut.groups.num_windowed:
@@ -43,6 +46,20 @@ def choose_cut(
         return cut
     _logger.info("layers with a window keep all tokens: %s", reason)
     return LayerCut(layers)
+
+
+def _check_states(model: CausalLM, draft_model: CausalLM | None) -> None:
+    reason = None
+    if model.device.type != "cpu":
+        reason = f"the device is {model.device.type}, use --device cpu"
+    elif model.ranks.size > 1:
+        reason = f"--tensor-parallel-size is {model.ranks.size}, use 1"
+    elif draft_model is not None:
+        reason = "there is a --draft-model, leave it out"
+    elif any(layer.window is not None for layer in model.cache_layers):
+        reason = "other layers have a sliding window, which is not supported beside them"
+    if reason is not None:
+        raise ConfigurationError(f"layers of {model.architecture} keep states of sequences, and {reason}")
 
 
 def kv_namespace(
@@ -65,6 +82,7 @@ def kv_namespace(
         head_dim=model.head_dim,
         lines_per_token=model.lines_per_token,
         groups=astuple(cut.groups),
+        state=() if model.state is None else astuple(model.state),
         rank=model.ranks.rank,
         world_size=model.ranks.size,
         numerics=(
@@ -127,13 +145,15 @@ def make_pool(
 ) -> KvPool:
     dtype = requested_pool_dtype(settings.kv_cache_dtype, model)
     place = _place_of_pool(model, settings, namespace)
-    # On the CPU, the padding block takes results that are not kept (`ModelRunner._forward_pairs`).
+    # On the CPU, padding takes results that are not kept (`ModelRunner._forward_pairs`, and the first steps).
     with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
+    bytes_per_block = block_bytes(model, settings.block_size, dtype, cut.slots)
+    of_state = 0 if model.state is None else model.state.num_blocks(bytes_per_block)
     count, host_memory = settings.num_gpu_blocks, memory_of_each_rank(settings)
     if place is not None:
         if count is None and settings.kv_cache_memory is None:
             # A default follows from the memory that is available, which is not the same at each start.
-            count = None if place.num_held is None else place.num_held - with_padding
+            count = None if place.num_held is None else place.num_held - with_padding - of_state
         host_memory = None if host_memory is None else host_memory + place.held_bytes
     groups, block_size = cut.groups, settings.block_size
     held = groups.max_blocks(geometry.max_model_len, block_size)
@@ -143,9 +163,10 @@ def make_pool(
         num_gpu_blocks=count,
         kv_cache_memory=settings.kv_cache_memory,
         swap_space=settings.swap_space,
-        max_useful_blocks=limits.max_num_rows * held + of_chunks,
+        # Each sequence may have a checkpoint.
+        max_useful_blocks=limits.max_num_rows * (held + 2 * of_state) + of_chunks,
         dtype=dtype,
-        num_padding_blocks=int(settings.cuda_graphs == "on"),
+        num_padding_blocks=int(settings.cuda_graphs == "on") or (of_state and 1 + of_state),
         host_memory=host_memory,
         cut=cut,
     )
@@ -176,6 +197,10 @@ def make_pool(
     if groups.num_windowed:
         windowed = groups.num_windowed, groups.window
         _logger.info("of the groups of layers, %d keep all tokens and %d the last %d", groups.num_full, *windowed)
+    if of_state:
+        of_state_bytes = of_state * shape.block_bytes / 2**20
+        _logger.info("the state of a sequence takes %d blocks (%.1f MiB)", of_state, of_state_bytes)
+    held += of_state
     if shape.num_gpu_blocks < held:
         maximum = geometry.max_model_len
         _logger.warning("a sequence of %d tokens takes %d blocks; requests that do not fit are refused", maximum, held)

@@ -47,6 +47,8 @@ class PoolGeometry:
     lines_per_token: int = 2
     """Lines of a token and head: a key and a value, or 1 for a latent, which is both."""
     groups: LayerGroups = ONE_GROUP
+    state_blocks: int = 0
+    """Blocks that hold the state of one sequence; 0 for a model whose layers keep none."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks of one group of layers that hold `num_tokens` tokens of one sequence."""
@@ -147,6 +149,10 @@ class CacheOperations:
         return np.concatenate((self.swap_in[:, 1], self.copy[:, 1]))
 
 
+def _no_lines() -> Int32Array:
+    return np.zeros((0, 2), np.int32)
+
+
 def _no_tokens() -> Int32Array:
     return np.zeros(0, np.int32)
 
@@ -243,6 +249,8 @@ class AssignRow:
     """The slot of its adapter; None runs the model as it is."""
     draft_scope: bytes = b""
     """Rows of one scope may have each other's outputs as guesses; empty: no others."""
+    state_blocks: Int32Array = field(default_factory=_no_tokens)
+    """[PoolGeometry.state_blocks], the blocks of its state, which is zeros before the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +282,14 @@ class RowChanges:
     set_tokens: tuple[SetTokens, ...]
     block_table_deltas: Int32Array
     """Triples (row, logical index, block id)."""
+    state_tables: Int32Array = field(default_factory=_no_lines)
+    """[n, 1 + PoolGeometry.state_blocks], lines of a row and the blocks of its state from now on."""
 
     @property
     def are_none(self) -> bool:
         """True for most steps: the rows only get their next tokens."""
-        lists = (self.release, self.assign, self.fork, self.reseed, self.set_tokens, self.block_table_deltas)
-        return not any(map(len, lists))
+        lists = (self.release, self.assign, self.fork, self.reseed, self.set_tokens)
+        return not any(map(len, (*lists, self.block_table_deltas, self.state_tables)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +330,9 @@ class Step:
     row_changes: RowChanges
     batch: Batch
     sealed: SealedBlocks
+    checkpoints: Int32Array = field(default_factory=_no_lines)
+    """[n, 2 + PoolGeometry.state_blocks], lines of a row, a number of its tokens, and blocks to which its state after
+    these tokens is written in addition. The batch computes the last of them."""
 
     def cached_blocks(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> Int32Array:
         """The blocks whose content rows that are assigned here find there, in order of each row and group of layers."""

@@ -50,8 +50,11 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 def in_group(content: BlockHash, group: int) -> BlockHash:
     """The name of a block of the same tokens in another group of layers, whose `short` form is another, too; a
-    `block_hash` names the block of group 0."""
-    return BlockHash(content[:-2] + bytes((content[-2] ^ group, content[-1]))) if group else content
+    `block_hash` names the block of group 0. The blocks of a state are further groups, below 2^24."""
+    if not group:
+        return content
+    number = int.from_bytes(content[-4:-1], "big") ^ group
+    return BlockHash(content[:-4] + number.to_bytes(3, "big") + content[-1:])
 
 
 def pack(token_ids: Sequence[int]) -> bytes:

@@ -11,7 +11,7 @@ Reader = Callable[[GgufFields, Config], Config]
 """Reads fields of config.json, given the fields before."""
 Part = Config | Reader
 FULL, SLIDING = "full_attention", "sliding_attention"
-_ROPE_FACTORS = "rope_freqs.weight"
+ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _F32 = 0
 RMS_EPS, LAYER_NORM_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -25,6 +25,7 @@ def row(
     activation: tuple[str, str] = ("hidden_act", "silu"),
     eps: tuple[str, str] = ("rms_norm_eps", RMS_EPS),
     rotates_partly: bool = False,
+    mlps_differ: bool = False,
 ) -> Callable[[GgufFields], Config]:
     """The configuration of a family with heads of key and value. Later parts replace fields of earlier ones.
 
@@ -32,10 +33,11 @@ def row(
         activation: a field of config.json and its value.
         eps: a field of config.json, and the field of the file with its value.
         rotates_partly: whether the rotation may turn only a part of each head.
+        mlps_differ: whether the inner size may differ by layer, so that config.json has a list of them.
     """
 
     def read(fields: GgufFields) -> Config:
-        config = {"model_type": model_type, **_decoder(fields, rotates_partly)}
+        config = {"model_type": model_type, **_decoder(fields, rotates_partly, mlps_differ)}
         config |= {eps[0]: fields.positive(eps[1]), activation[0]: activation[1]}
         for part in parts:
             config |= part(fields, config) if callable(part) else part
@@ -44,7 +46,7 @@ def row(
     return read
 
 
-def _decoder(fields: GgufFields, rotates_partly: bool) -> Config:
+def _decoder(fields: GgufFields, rotates_partly: bool, mlps_differ: bool) -> Config:
     heads, width = fields.size("attention.head_count"), fields.size("embedding_length")
     head_dim = fields.size("attention.key_length", max(width // heads, 1))
     # 0 is written for heads that rotate as a whole, too.
@@ -55,10 +57,11 @@ def _decoder(fields: GgufFields, rotates_partly: bool) -> Config:
         raise fields.error(f"heads of {head_dim} with {rotated} rotated dimensions are not read")
     # If the first layer has experts, a file may omit the width of other layers.
     width_of_experts = _width_of_experts(fields) if first_dense_layers(fields) == 0 else None
+    name, count = "feed_forward_length", num_layers(fields)
     return {
         "hidden_size": width,
-        "intermediate_size": fields.size("feed_forward_length", width_of_experts),
-        "num_hidden_layers": num_layers(fields),
+        "intermediate_size": fields.sizes(name, count) if mlps_differ else fields.size(name, width_of_experts),
+        "num_hidden_layers": count,
         "num_attention_heads": heads,
         "num_key_value_heads": fields.size("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -217,7 +220,7 @@ def num_chosen_experts(fields: GgufFields, gating: int = SOFTMAX) -> int:
 def rope_scaling(fields: GgufFields, head_dim: int) -> dict[str, Any] | None:
     if LONG_FACTORS in fields.header.tensors and fields.architecture not in ("phi3", "phimoe", "minicpm3"):
         raise fields.error(f"{LONG_FACTORS} is not read in models of {fields.architecture}")
-    if _ROPE_FACTORS in fields.header.tensors:
+    if ROPE_FACTORS in fields.header.tensors:
         return _factors_of_rotation(fields, head_dim)
     # Files of before 2024 have another name for the factor. A factor without a type is linear.
     factor = "rope.scaling.factor" if fields.has("rope.scaling.factor") else "rope.scale_linear"
@@ -251,7 +254,7 @@ def _factors_of_rotation(fields: GgufFields, head_dim: int) -> dict[str, Any]:
     Llama 3.1 and later have such factors in place of their parameters; of these, only `factor`, the greatest factor,
     differs between the models. Other files with factors are a longrope with the same factors at all lengths.
     """
-    stored = read_factors(fields, _ROPE_FACTORS, head_dim // 2)
+    stored = read_factors(fields, ROPE_FACTORS, head_dim // 2)
     factor, theta = max(stored, default=1.0), fields.positive("rope.freq_base", 10_000.0)
     if all(
         math.isclose(found, expected, rel_tol=1e-3)

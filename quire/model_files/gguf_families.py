@@ -1,12 +1,14 @@
 """The config.json of a GGUF file, by its architecture: a row for each family."""
 
 from collections.abc import Callable, Mapping
+from statistics import NormalDist
 
 from quire.model_files.gguf_config import (
     FULL,
     LAYER_NORM_EPS,
     LONG_FACTORS,
     RMS_EPS,
+    ROPE_FACTORS,
     SHORT_FACTORS,
     SIGMOID,
     SLIDING,
@@ -114,6 +116,82 @@ def _gemma_3_rotations(fields: GgufFields, config: Config) -> Config:
             FULL: scaling | {"rope_theta": fields.positive("rope.freq_base", 1_000_000.0)},
         },
     }
+
+
+def _layer_inputs(fields: GgufFields, _: Config) -> Config:
+    """Inputs of each layer of its own, and the last layers, which read the keys of earlier ones."""
+    table = fields.header.tensors.get("per_layer_token_embd.weight")
+    return {
+        "num_kv_shared_layers": fields.own("attention.shared_kv_layers", int, "a whole number"),
+        "hidden_size_per_layer_input": 0 if table is None else fields.size("embedding_length_per_layer_input"),
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+    }
+
+
+def _gemma_3n_streams(fields: GgufFields, _: Config) -> Config:
+    rank = fields.header.tensors.get("blk.0.laurel_l.weight")
+    # In deviations from the mean, where config.json has shares. Layers without a share have minus infinity.
+    scales = fields.own("activation_sparsity_scale", list, "a list of numbers")
+    if rank is None or not all(isinstance(each, float) for each in scales):
+        raise fields.error("blk.0.laurel_l.weight is missing, or activation_sparsity_scale is no list of numbers")
+    return {
+        "activation_sparsity_pattern": [round(NormalDist().cdf(each), 6) for each in scales],
+        "altup_num_inputs": fields.size("altup.num_inputs"),
+        "altup_active_idx": fields.own("altup.active_idx", int, "a whole number"),
+        "altup_correct_scale": has(fields, "altup_correct_scale.weight"),
+        "laurel_rank": rank.shape[0],
+        "final_logit_softcapping": fields.positive("final_logit_softcapping", 30.0),
+    }
+
+
+def _gemma_4(fields: GgufFields) -> Config:
+    """Layers without a window have other heads, whose values may be their keys. Sizes that differ among the layers of
+    one kind are refused with the tensors that do not fit."""
+    count = num_layers(fields)
+    config: Config = {"model_type": "gemma4_text", "num_hidden_layers": count, "hidden_activation": _GELU}
+    config |= windows(6, may_differ=True)(fields, config) | _layer_inputs(fields, config)
+    sizes = {end: fields.size(f"attention.key_length{end}") for end in ("", "_swa")}
+    for name in (f"{name}{end}" for name in ("attention.value_length", "rope.dimension_count") for end in sizes):
+        if fields.size(name) != (size := sizes["_swa" if name.endswith("_swa") else ""]):
+            raise fields.error(f"{name} is not {size}, the size of keys; that is not read")
+    kv_heads = dict(zip(config["layer_types"], fields.sizes("attention.head_count_kv", count), strict=True))
+    of_full = {"head_dim": sizes[""], "num_key_value_heads": kv_heads.get(FULL)}
+    full = [index for index, kind in enumerate(config["layer_types"]) if kind == FULL]
+    with_values = {
+        name.split(".")[1] for name in fields.header.tensors if name.endswith((".attn_v.weight", "_qkv.weight"))
+    }
+    inner = fields.sizes("feed_forward_length", count)
+    config |= {
+        "hidden_size": fields.size("embedding_length"),
+        "intermediate_size": inner[0],
+        "use_double_wide_mlp": inner[-1] != inner[0],
+        "num_attention_heads": fields.size("attention.head_count"),
+        "num_key_value_heads": kv_heads.get(SLIDING, kv_heads.get(FULL)),
+        "head_dim": sizes["_swa"],
+        "per_layer_config": {str(index): of_full for index in full},
+        # All layers without a window alike; the first has keys of its own.
+        "attention_k_eq_v": bool(full) and str(full[0]) not in with_values,
+        "max_position_embeddings": fields.size("context_length"),
+        "rms_norm_eps": fields.positive(RMS_EPS),
+        "final_logit_softcapping": None,
+        **numbers(final_logit_softcapping="final_logit_softcapping")(fields, config),
+        "rope_theta": None,
+        "rope_scaling": _proportional(fields, sizes[""]),
+        "enable_moe_block": has(fields, "ffn_gate_inp.weight"),
+    }
+    config |= _gemma_3_rotations(fields, config)
+    return config | (_GEMMA_4_EXPERTS(fields, config) if config["enable_moe_block"] else {})
+
+
+def _proportional(fields: GgufFields, head_dim: int) -> Config:
+    """The rotation that turns only the first pairs of a head: the frequencies of the others have huge divisors."""
+    if (kind := fields.own("rope.scaling.type", str, "a text", "none")) != "none":
+        raise fields.error(f"rope.scaling.type is {kind!r:.80}, which is not read in models of {fields.architecture}")
+    factors = read_factors(fields, ROPE_FACTORS, head_dim // 2)
+    turned = sum(each == 1 for each in factors)
+    if not all(each == 1 if index < turned else each > 1e29 for index, each in enumerate(factors)):
+        raise fields.error(f"{ROPE_FACTORS} is not 1 for the first pairs of a head and 1e30 for others")
+    return {"rope_type": "proportional", "partial_rotary_factor": 2 * turned / head_dim}
 
 
 def _gpt2(fields: GgufFields) -> Config:
@@ -298,6 +376,7 @@ _glm_4_moe = row("glm4_moe", deepseek_experts(), _HEAD_NORMS, rotates_partly=Tru
 _deepseek = row("deepseek", deepseek_experts(gating=SOFTMAX))
 _qwen_3_moe = row("qwen3_moe", *_qwen_experts(normalized=True))
 _LOCAL_EXPERTS = experts("num_local_experts")
+_GEMMA_4_EXPERTS = experts(chosen="top_k_experts", width="moe_intermediate_size")
 _NUMBERED = ("num_experts", "num_shared_experts")
 # A file loses the window, if the model has one.
 _starcoder_2 = row(
@@ -330,6 +409,16 @@ CONFIGS: Mapping[str, Callable[[GgufFields], Config]] = {
         numbers(final_logit_softcapping="final_logit_softcapping"),
         activation=_NAMED_GELU,
     ),
+    "gemma3n": row(
+        "gemma3n_text",
+        windows(5, may_differ=True),
+        _gemma_3_rotations,
+        _layer_inputs,
+        _gemma_3n_streams,
+        activation=_NAMED_GELU,
+        mlps_differ=True,
+    ),
+    "gemma4": _gemma_4,
     "phi3": row("phi3", _long_rope, rotates_partly=True),
     "gpt2": _gpt2,
     "granite": _granite,

@@ -224,6 +224,14 @@ class GgufFields:
             raise self.error(f"{self._key(name)} is {value}; expected is a number from 1 to {_MAX_SIZE}")
         return value
 
+    def sizes(self, name: str, count: int) -> list[int]:
+        """As `size`, for each of `count` layers, which may differ."""
+        given = self.own(name, (int, list), "a whole number or a list")
+        found = given if isinstance(given, list) else [given] * count
+        if len(found) != count or not all(type(each) is int and 1 <= each <= _MAX_SIZE for each in found):
+            raise self.error(f"{self._key(name)} is {given!r:.80}; expected are {count} numbers from 1 to {_MAX_SIZE}")
+        return found
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self.own(name, (int, float), "a number", default)
         if not math.isfinite(value):

@@ -130,6 +130,8 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
     queries = (tensors.get(f"blk.0.{name}.weight") for name in ("attn_q", "attn_qkv", "attn_q_b"))
     query = next((each for each in queries if each is not None), None)
     head_dim = fields.size("attention.key_length_mla", fields.size("attention.key_length", max(width // heads, 1)))
+    # The first layer has a window, if some have.
+    head_dim = min(head_dim, fields.size("attention.key_length_swa", head_dim))
     if query is None or heads * head_dim > query.shape[0]:
         raise fields.error("tensor blk.0.attn_q.weight is missing, or has not as many rows as all heads together")
     if not fields.flag(f"{fields.architecture}.attention.causal", True):

@@ -27,6 +27,8 @@ _ENDS_OF_TURNS = frozenset(
         "<end_of_turn>",
         "<end_of_utterance>",
         "<eos>",
+        "<turn|>",
+        "<|tool_response>",
         "<EOT>",
         "[EOT]",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -163,13 +165,19 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         split = _split_of(fields)
         parts = _byte_level(fields, tokens, split)
         with_bos = split.with_bos
-    elif kind == "llama":
-        parts = _sentence_piece(fields, tokens, kinds)
+    elif kind in ("llama", "gemma4"):
+        # Gemma 4's have merges in addition to scores, which say nothing.
+        scored = None if kind == "gemma4" else _scores(fields, tokens, kinds)
+        merges = _merges(fields, tokens) if scored is None else _merges_of(fields, tokens, scored, kinds)
+        parts = _sentence_piece(fields, tokens, merges)
         with_bos = True
     else:
-        raise fields.error(f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece)")
+        raise fields.error(
+            f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece), gemma4"
+        )
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
-    before = bos if fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
+    # Some files of Gemma 4 deny it, against the model.
+    before = bos if kind == "gemma4" or fields.flag("tokenizer.ggml.add_bos_token", with_bos) else None
     after = eos if fields.flag("tokenizer.ggml.add_eos_token", False) else None
     return {
         "version": "1.0",
@@ -256,9 +264,10 @@ def _merges(fields: GgufFields, tokens: Sequence[str]) -> list[tuple[str, str]]:
     return found
 
 
-def _sentence_piece(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
-    scores = _scores(fields, tokens, kinds)
-    with_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
+def _sentence_piece(fields: GgufFields, tokens: Sequence[str], merges: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    with_prefix = fields.text("tokenizer.ggml.model") == "llama" and fields.flag(
+        "tokenizer.ggml.add_space_prefix", True
+    )
     unknown = fields.token_id("unknown")
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
@@ -277,7 +286,7 @@ def _sentence_piece(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[i
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": _bpe(
             tokens,
-            _merges_of(fields, tokens, scores, kinds),
+            merges,
             unk_token=None if unknown is None else tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,

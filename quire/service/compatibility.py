@@ -58,12 +58,14 @@ class ProtocolVersions:
 
 SCHEDULER_PROTOCOL = ProtocolVersions(2, 2)
 """The versions of quire.scheduler.v1 that this release speaks, on both sides."""
-WORKER_PROTOCOL = ProtocolVersions(2, 4)
+WORKER_PROTOCOL = ProtocolVersions(2, 5)
 """The versions of quire.worker.v1 that this release speaks, on both sides."""
 PREPARES_CONSTRAINTS = 3
 """The version of quire.worker.v1 from which workers take PrepareConstraint."""
 HAS_LAYER_GROUPS = 4
 """The version of quire.worker.v1 from which schedulers know several groups of layers."""
+HAS_STATES = 5
+"""The version of quire.worker.v1 from which schedulers know layers that keep a state."""
 
 
 @dataclass(frozen=True, slots=True)

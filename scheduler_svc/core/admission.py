@@ -89,15 +89,17 @@ class Room:
         """Keeps the blocks of a group that waits and fits, and with them its rows."""
         blocks = self._batch.blocks
         num_blocks = self._blocks_taken(group) + self.growth_of(group)
-        cached = list(dict.fromkeys(itertools.chain(*(blocks.cached_start(each).blocks for each in group.computing))))
+        starts = [blocks.cached_start(each) for each in group.computing]
+        cached = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
         self._reservations.add(Kind.PROMISE, group.request.key, [*cached, *blocks.take(num_blocks)])
 
     def growth_of(self, group: SequenceGroup) -> int:
         """Blocks that a waiting group takes in the next steps, in addition to the blocks for its present tokens."""
-        length, last = self._batch.blocks.groups.table_length, group.request.max_len - 1
-        return sum(
+        length, last = self._batch.blocks.layout.table_length, group.request.max_len - 1
+        forks = len(group.unfinished) - len(group.computing)
+        return forks * self._batch.blocks.states.size + sum(
             length(min(each.num_tokens + _STEPS_AHEAD, last)) - length(each.num_tokens) for each in group.unfinished
         )
 
@@ -130,6 +132,8 @@ class Room:
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
         arriving = set(itertools.chain(*fetches))
         cached = set(itertools.chain(*(blocks.cached(each) for each in group.computing)))
+        if blocks.states.size:
+            cached.update(*(blocks.cached_start(each).checkpoint for each in group.computing))
         cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])
@@ -177,15 +181,16 @@ class Room:
             was_futile = before == attempt and wanted >= wanted_before
             # Assumes that they share no block: mostly even that is too little.
             most = int(rows.num_slots[may_leave].sum()) // blocks.block_size * blocks.num_groups
+            most += int(np.count_nonzero(may_leave)) * blocks.states.size
             if missing > most or was_futile:
                 return []
         starts = [blocks.cached_start(sequence) for sequence in group.computing]
-        tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.blocks])
+        tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.all_blocks])
         victims: list[SequenceGroup] = []
         for victim in candidates:
             victims.append(victim)
             missing_rows -= len(victim.unfinished)
-            missing -= sum(tables.free(sequence.block_table) for sequence in victim.unfinished)
+            missing -= sum(tables.free([*each.block_table, *each.state_blocks]) for each in victim.unfinished)
             if missing <= 0 and missing_rows <= 0:
                 return victims
         if all_leave and missing_rows <= 0:

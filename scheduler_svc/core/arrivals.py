@@ -342,7 +342,7 @@ class Arrivals:
             for group in queue.take_all():
                 group.timeline.note(Milestone.WORKER_LOST, now)
                 for sequence in group.unfinished:
-                    sequence.block_table, sequence.row = [], None
+                    sequence.lose_blocks()
                 group.restart()
                 state.waiting.add(group)
         pinned = [pin for pin in state.pins if pin.is_held]

@@ -4,7 +4,7 @@ import enum
 import sys
 from dataclasses import dataclass
 
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 
 
 class PolicyKind(enum.Enum):
@@ -40,7 +40,7 @@ class SchedulerConfig:
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
     `caches_on_host` the host blocks also keep blocks that the pool evicts. The layers of the model are in `full_groups`
-    and `windowed_groups` (see `LayerGroups`).
+    and `windowed_groups` (see `LayerGroups`); a sequence has `state_blocks` blocks for layers that keep a state.
     """
 
     num_blocks: int
@@ -67,6 +67,7 @@ class SchedulerConfig:
     full_groups: int = 1
     windowed_groups: int = 0
     window: int = 0
+    state_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_passes"):
@@ -86,6 +87,16 @@ class SchedulerConfig:
             raise ValueError(
                 f"window is {self.window}, must be at least 2, and {self.num_blocks} blocks must be more than groups"
             )
+        if self.state_blocks < 0 or 2 * self.state_blocks >= self.num_usable_blocks:
+            raise ValueError(
+                f"the state of a sequence takes {self.state_blocks} blocks, and a sequence needs room for two and for "
+                f"its tokens; the pool has {self.num_blocks} blocks"
+            )
+        if self.state_blocks and self.max_num_batched_tokens < self.max_num_seqs + 2:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; layers keep states, so it must be at least "
+                f"max_num_seqs + 2 ({self.max_num_seqs + 2})"
+            )
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark is {self.watermark}, must be in [0, 1)")
         for name in ("pin_quota", "max_pinned", "tenant_overflow"):
@@ -96,14 +107,19 @@ class SchedulerConfig:
 
     @property
     def swaps_from(self) -> int:
-        """The minimum number of sequences with which a preempted group is swapped, not computed again."""
+        """The minimum number of sequences with which a preempted group is swapped, not computed again. A group whose
+        layers keep states continues from checkpoints: its newest states are those after steps whose results may be
+        dropped."""
+        if self.state_blocks:
+            return sys.maxsize
         return {PreemptionMode.AUTO: 2, PreemptionMode.SWAP: 1, PreemptionMode.RECOMPUTE: sys.maxsize}[
             self.preemption_mode
         ]
 
     @property
-    def groups(self) -> LayerGroups:
-        return LayerGroups(self.block_size, self.full_groups, self.windowed_groups, self.window)
+    def layout(self) -> BlockTableLayout:
+        """How block tables are laid out: the workers' `LayerGroups`, and the size of blocks."""
+        return BlockTableLayout(self.block_size, self.full_groups, self.windowed_groups, self.window)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -126,12 +142,18 @@ class SchedulerConfig:
     def blocks_for(self, num_tokens: int) -> int:
         """The maximum number of blocks that a sequence which is computed by itself holds for this many tokens."""
         num_logical = -(-num_tokens // self.block_size)
-        return self.full_groups * num_logical + self.windowed_groups * min(num_logical, self.max_windowed)
+        num_windowed = min(num_logical, self.max_windowed)
+        return self.full_groups * num_logical + self.windowed_groups * num_windowed + self._blocks_for_states
+
+    @property
+    def _blocks_for_states(self) -> int:
+        """Blocks of a sequence's state, and of the checkpoint that it is copied from as it begins."""
+        return 2 * self.state_blocks
 
     @property
     def max_len(self) -> int:
         """The maximum number of tokens of a sequence: the model's limit or the whole pool, whichever is less."""
-        num_blocks = self.num_usable_blocks
+        num_blocks = self.num_usable_blocks - self._blocks_for_states
         num_logical = num_blocks // (self.full_groups + self.windowed_groups)
         if num_logical >= self.max_windowed and self.windowed_groups:
             left = num_blocks - self.windowed_groups * self.max_windowed

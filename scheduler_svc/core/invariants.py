@@ -31,8 +31,12 @@ def check(scheduler: Scheduler) -> None:
     swapped = [sequence for group in scheduler.swapped for sequence in group.unfinished]
     blocks = scheduler.batch.blocks
     tables = [each.block_table for each in running]
+    tables += [each.state_blocks for each in (*running, *blocks.retired)]
+    tables += [each.blocks for planned in scheduler.batch.checkpoints.values() for each in planned]
     reserved = scheduler.reservations.tables(*Kind)
     _check_pool(blocks.pool, [*tables, *reserved, *(each.block_table for each in blocks.retired), [*blocks.blank]])
+    if scheduler.batch.draft.is_empty and (blocks.states.copies or blocks.states.held):
+        raise InvariantViolationError("copies of states are left behind")
     if blocks.host.loading or blocks.sealed_by_step:
         raise InvariantViolationError("copies to the pool are left behind")
     _check_pool(blocks.host.pool, [*(each.block_table for each in swapped), [*blocks.blank_on_host]])
@@ -80,7 +84,7 @@ def _check_pool(pool: PrefixIndex, tables: Iterable[SequenceOf[BlockId]]) -> Non
 
 
 def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIndex) -> None:
-    size, num_groups = scheduler.config.block_size, scheduler.config.groups.num_groups
+    size, num_groups = scheduler.config.block_size, scheduler.config.layout.num_groups
     for sequence in sequences:
         # Hashes are computed anew here: the hashes that the sequence keeps are under test.
         num_full = min(len(sequence.block_table) // num_groups, sequence.num_tokens // size)
@@ -105,7 +109,7 @@ def _check_sizes(scheduler: Scheduler) -> None:
         for group in queue:
             most = max_blocks(group.request, scheduler.config)
             if queue is scheduler.running:
-                held = set(chain.from_iterable(each.block_table for each in group.unfinished))
+                held = set(chain.from_iterable((*each.block_table, *each.state_blocks) for each in group.unfinished))
                 num_blocks = len(held - blocks.blank)
             elif queue is scheduler.swapped:
                 num_blocks = blocks.blocks_to_swap_in(group.computing)
@@ -124,7 +128,9 @@ def _check_found(scheduler: Scheduler) -> None:
             hashes = sequence.prefix_hashes.first(len(start.blocks) // blocks.num_groups, sequence.token_ids)
             names = blocks.names.needed(hashes, 0)
             found = [*chain(*([*blocks.blank] if name is None else blocks.pool.hits([name]) for name in names))]
-            if found != start.blocks or blocks.pool.num_free_of(start.blocks) != start.num_free:
+            checkpoint = blocks.pool.hits(blocks.names.state(hashes[-1])) if start.checkpoint else []
+            is_found = found == start.blocks and checkpoint == start.checkpoint
+            if not is_found or blocks.pool.num_free_of(start.all_blocks) != start.num_free:
                 raise InvariantViolationError(f"{group.request.request_id}: other blocks of it are cached than noted")
 
 
@@ -158,7 +164,7 @@ def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
             if sequence.block_table:
                 raise InvariantViolationError(f"{name}: holds blocks and is not swapped")
             continue
-        slots = len(sequence.block_table) // scheduler.config.groups.num_groups * scheduler.config.block_size
+        slots = len(sequence.block_table) // scheduler.config.layout.num_groups * scheduler.config.block_size
         kept = sequence.num_swapped_tokens
         if not 0 < kept < sequence.num_tokens:
             raise InvariantViolationError(f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
@@ -212,7 +218,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
             raise InvariantViolationError(f"{name}: {planned} planned tokens, it ends at {sequence.request.max_len}")
         if computed > planned:
             raise InvariantViolationError(f"{name}: {computed} computed of {planned} tokens")
-        slots = len(sequence.block_table) // scheduler.config.groups.num_groups * size
+        slots = len(sequence.block_table) // scheduler.config.layout.num_groups * size
         if num_slots != slots:
             raise InvariantViolationError(f"{name}: {num_slots} slots recorded, the table has {slots}")
         if computed > slots:
@@ -226,20 +232,20 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 def _check_windows(scheduler: Scheduler, running: list[Sequence]) -> None:
     """Each row has the blocks that its next token reads, in all groups, and of windowed groups few others."""
-    rows, blank, groups = scheduler.batch.rows, scheduler.batch.blocks.blank, scheduler.config.groups
+    rows, blank, layout = scheduler.batch.rows, scheduler.batch.blocks.blank, scheduler.config.layout
     for sequence in running:
         row, name = sequence.row, sequence.request.request_id
         assert row is not None
-        table, size = sequence.block_table, groups.num_groups
+        table, size = sequence.block_table, layout.num_groups
         computed = min(int(rows.num_computed[row] - rows.num_unsure[row]), sequence.num_tokens - 1)
-        needed = range(groups.first_read(computed), -(-int(rows.num_computed[row]) // groups.block_size))
+        needed = range(layout.first_block_read(computed), -(-int(rows.num_computed[row]) // layout.block_size))
         for group in range(size):
             entries = table[group::size]
             held = {index for index, block in enumerate(entries) if block not in blank}
-            wanted = set(needed) if group >= groups.num_full else set(range(len(entries)))
+            wanted = set(needed) if group >= layout.num_full else set(range(len(entries)))
             if missing := wanted - held:
                 raise InvariantViolationError(f"{name}: blocks {sorted(missing)} of group {group} are missing")
-            most = len(entries) if group < groups.num_full else scheduler.config.max_windowed
+            most = len(entries) if group < layout.num_full else scheduler.config.max_windowed
             if len(held) > most and sequence.request.num_sequences == 1:
                 raise InvariantViolationError(f"{name}: {len(held)} blocks of group {group}, it has at most {most}")
 

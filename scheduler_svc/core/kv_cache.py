@@ -20,6 +20,7 @@ from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
 from scheduler_svc.core.request import RequestKey
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
 
 _HASHES_AT_FIRST = 16
@@ -42,14 +43,15 @@ class BlockManager(BlockTables[Sequence]):
 
     def __init__(self, config: SchedulerConfig) -> None:
         pool, host = PrefixIndex(config.num_blocks), HostMemory(0, MoveCounts())
-        super().__init__(pool, host, config.groups, config.watermark)
+        super().__init__(pool, host, config.layout, config.watermark)
         self.pool = pool
         self.host = host
         """Keeps blocks that the pool evicts."""
-        self.names = BlockNames(config.groups)
+        self.names = BlockNames(config.layout, config.state_blocks)
         self._config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
+        self.states = States(config, pool, self.names)
         self.blank_on_host = frozenset[BlockId]()
         """The host block that stands for `blank`."""
         self._retired: deque[Sequence] = deque()
@@ -77,6 +79,8 @@ class BlockManager(BlockTables[Sequence]):
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
         child.windows_end = parent.windows_end
+        self.pool.touch(parent.state_blocks)
+        child.state_blocks = list(parent.state_blocks)
 
     def missing(self, num_blocks: int, *, reserve: int) -> int:
         """Blocks that must become free before such a group may start in addition to others."""
@@ -86,11 +90,15 @@ class BlockManager(BlockTables[Sequence]):
         """Sequences that are computed together share all blocks that they have in common only if each has the windows
         of the others."""
         is_alone = sequence.request.num_sequences == 1
-        return self.cached_start(sequence).blocks if is_alone or not self.blank else []
+        return self.cached_start(sequence).blocks if is_alone or self.states.size or not self.blank else []
 
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
-        tell(self.pool.log, self.num_groups, sequence, 0, len(blocks) // self.num_groups)
+        groups, end = range(self.num_groups), len(blocks) // self.num_groups
+        tell(self.pool.log, groups, sequence, 0, end)
+        if self.states.size and sequence.cached_start is not None:
+            self.states.begin(sequence, sequence.cached_start.checkpoint, self.take)
+            tell(self.pool.log, self.names.of_state, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -103,6 +111,14 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+        if self.states.size:
+            # Each sequence continues from a checkpoint of its own, which no other one may evict before.
+            kept = [self.cached_start(each).all_blocks for each in sequences]
+            for table in kept:
+                self.pool.touch(table)
+            starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+            self.pool.free(*kept)
+            return starts
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         starts: list[tuple[int, int]] = []
         for sequence in sequences:
@@ -111,12 +127,19 @@ class BlockManager(BlockTables[Sequence]):
             _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
 
+    def free(self, *sequences: Sequence) -> None:
+        super().free(*sequences)
+        if self.states.size:
+            self.pool.free(*(sequence.state_blocks for sequence in sequences))
+            for sequence in sequences:
+                sequence.state_blocks = []
+
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
         if not self.blank:
             return super().num_new(num_entries, sequence)
         first, end = num_entries // self.num_groups, -(-sequence.num_tokens // self.block_size)
         num_windowed = self.windows.first_end(first, end, sequence) - first
-        return self.groups.num_full * (end - first) + self.groups.num_windowed * num_windowed
+        return self.layout.num_full * (end - first) + self.layout.num_windowed * num_windowed
 
     def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         if not self.blank:
@@ -124,7 +147,7 @@ class BlockManager(BlockTables[Sequence]):
         blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
         sequence.windows_end = near = self.windows.first_end(first, end, sequence)
-        num_near, num_full = (near - first) * self.num_groups, self.groups.num_full
+        num_near, num_full = (near - first) * self.num_groups, self.layout.num_full
         table = [*table, *blocks[:num_near]]
         for index in range(end - near):
             place = num_near + index * num_full
@@ -135,7 +158,7 @@ class BlockManager(BlockTables[Sequence]):
     def swap_out(self, sequences: SequenceOf[Sequence]) -> None:
         if self.blank:
             for each in sequences:
-                self.windows.free_before(each.block_table, 0, self.groups.first_read(each.num_swapped_tokens))
+                self.windows.free_before(each.block_table, 0, self.layout.first_block_read(each.num_swapped_tokens))
         super().swap_out(sequences)
 
     def take(self, count: int) -> list[BlockId]:
@@ -155,6 +178,8 @@ class BlockManager(BlockTables[Sequence]):
         self.num_looked_up += max(end - start, 0)
         if end <= start:
             return shared
+        if self.states.size:
+            self.states.begin_further(sequence, self.names.state(hashes[-1]), self.host)
         blocks: list[BlockId | None] = []
         found: list[tuple[int, BlockId, BlockHash]] = []
         for name in self.names.needed(hashes[start:], start):
@@ -174,7 +199,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.seal(block, name)
             sealed.append((block, name))
         self.sealed_by_step += sealed
-        tell(self.pool.log, self.num_groups, sequence, start, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
@@ -195,7 +220,7 @@ class BlockManager(BlockTables[Sequence]):
                 shared += cached[place : place + size]
             else:
                 break
-        num_blocks = self.groups.hit_length(
+        num_blocks = self.layout.hit_length(
             len(shared) // size, lambda index: self.blank.isdisjoint(shared[index * size : index * size + size])
         )
         return shared[: num_blocks * size]
@@ -205,7 +230,12 @@ class BlockManager(BlockTables[Sequence]):
         the cache that `versions` names."""
         if len(sequences) == 1:
             start = self.cached_start(sequences[0])
-            return self.num_new(len(start.blocks), sequences[0]) + start.num_free
+            return self.num_new(len(start.blocks), sequences[0]) + start.num_free + self.states.size
+        if self.states.size:
+            starts = [self.cached_start(each) for each in sequences]
+            num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
+            hits = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
+            return num_new + self.pool.num_free_of(hits) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
@@ -225,7 +255,7 @@ class BlockManager(BlockTables[Sequence]):
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
         sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
-        tell(self.pool.log, self.num_groups, sequence, first, end, sealed)
+        tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
         return sealed
 
     def missing_hashes(
@@ -240,12 +270,14 @@ class BlockManager(BlockTables[Sequence]):
 
         for sequence in sequences:
             start = self.cached_start(sequence)
-            cached.update(dict.fromkeys(start.blocks))
+            cached.update(dict.fromkeys(start.all_blocks))
             num_cached = len(start.blocks) // self.num_groups
             hashes = _find(self, sequence, num_cached, is_somewhere)
             # The newest block of a request that moves may not come.
             names = self.names.needed(hashes[num_cached:], num_cached, num_spare=tier is None)
-            for name in filter(None, names):
+            for name in filter(
+                None, itertools.chain(names, self.states.to_fetch(sequence, hashes, is_moved=tier is None))
+            ):
                 if hits := self.pool.hits([name]):
                     cached.update(dict.fromkeys(hits))
                 elif name not in self.host:
@@ -281,16 +313,16 @@ class BlockManager(BlockTables[Sequence]):
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
-        max_blocks = min(max_blocks, sequence.num_shareable)
-        if self.blank:
-            self._find_windows(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
+        max_blocks = min(max_blocks, self.states.num_shareable(sequence))
+        if self.blank or self.states.size:
+            self._find_all_groups(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
             self._find_start(sequence, start, start.blocks, max_blocks)
         return start
 
     def _find_start(self, sequence: Sequence, start: CachedStart, blocks: list[BlockId], max_blocks: int) -> int:
         """Extends the cached `blocks` of the full groups, up to `max_blocks` of each. Returns the number of each."""
-        size = self.groups.num_full
+        size = self.layout.num_full
         if not size:
             return max_blocks
         first, count = len(blocks) // size, _HASHES_AT_FIRST
@@ -310,7 +342,7 @@ class BlockManager(BlockTables[Sequence]):
             count *= 4
         return len(blocks) // size
 
-    def _find_windows(self, sequence: Sequence, start: CachedStart, num_found: int) -> None:
+    def _find_all_groups(self, sequence: Sequence, start: CachedStart, num_found: int) -> None:
         """Finds the longest start, of the `num_found` blocks that the full groups have, that all groups have."""
         if start.num_seals == self.pool.num_seals and start.num_found == num_found:
             return
@@ -320,18 +352,28 @@ class BlockManager(BlockTables[Sequence]):
 
         def has_windowed(index: int) -> bool:
             windowed[index] = self.pool.hits(self.names.windowed(hashes[index]))
-            return len(windowed[index]) == self.groups.num_windowed
+            return len(windowed[index]) == self.layout.num_windowed
 
-        size, end = self.groups.num_full, self.groups.hit_length(num_found, has_windowed)
-        first = self.groups.first_read(end * self.block_size)
+        size, end = self.layout.num_full, self.layout.hit_length(num_found, has_windowed)
+        checkpoint: list[BlockId] = []
+        if self.states.size:
+            end, checkpoint = self.states.find(
+                hashes,
+                end,
+                lambda count: _may_continue(sequence, count) and self.layout.hit_length(count, has_windowed) == count,
+            )
+            if end < num_found:
+                sequence.partings.add(num_found * self.block_size)
+        first = self.layout.first_block_read(end * self.block_size)
         blocks: list[BlockId] = []
         for index in range(end):
             blocks += start.full[index * size : index * size + size]
             blocks += windowed[index] if index >= first else self.windows.blanks
-        if blocks != start.blocks:
+        if blocks != start.blocks or checkpoint != start.checkpoint:
             self._num_versions += 1
-            start.blocks, start.num_free = [], 0
+            start.blocks, start.checkpoint, start.num_free = [], [], 0
             self.pool.extend(start, start.blocks, blocks, self._num_versions)
+            self.pool.extend(start, start.checkpoint, checkpoint, self._num_versions)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
         """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
@@ -345,8 +387,14 @@ class BlockManager(BlockTables[Sequence]):
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
         start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, sequence.num_shareable)
+        end = min(start + count, self.states.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+
+
+def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
+    """Whether a sequence may continue from a checkpoint after this number of token blocks. One that has output may not
+    begin with the last token of its prompt, which would be the only prompt token of its step."""
+    return num_blocks * sequence.prefix_hashes.block_size != sequence.num_prompt_tokens - 1
 
 
 def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
@@ -359,13 +407,24 @@ def _find(
     """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
     groups before the logical index `first` are known to be."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-    for index in range(first, sequence.num_shareable):
+    for index in range(first, blocks.states.num_shareable(sequence)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
         if not all(map(is_found, blocks.names.full(content))):
             break
         hashes.append(content)
     windowed = blocks.names.windowed
-    end = blocks.groups.hit_length(len(hashes), lambda index: all(map(is_found, windowed(hashes[index]))))
+
+    def hit_length(num_blocks: int) -> int:
+        return blocks.layout.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
+
+    end = hit_length(len(hashes))
+
+    def has_checkpoint(num_blocks: int) -> bool:
+        names = blocks.names.state(hashes[num_blocks - 1])
+        return _may_continue(sequence, num_blocks) and all(map(is_found, names))
+
+    while blocks.states.size and end and not has_checkpoint(end):
+        end = hit_length(end - 1)
     return hashes[:end]
 
 
@@ -383,7 +442,7 @@ def _note_full(
 def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
     """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
     tokens read, or one token block before these, up to the first that a full group does not have."""
-    first = blocks.groups.first_read(max(num_blocks - 1, 0) * blocks.block_size)
+    first = blocks.layout.first_block_read(max(num_blocks - 1, 0) * blocks.block_size)
     for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
         names = blocks.names.full(content)
         found = blocks.pool.hits(names)
@@ -392,23 +451,34 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
             return
         for name in blocks.names.windowed(content) if index >= first else ():
             yield from zip(blocks.pool.hits((name,)), (name,), strict=False)
+    if blocks.states.size:
+        hashes = sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
+        end, found = blocks.states.find(hashes, num_blocks, lambda _: True)
+        yield from zip(found, blocks.names.state(hashes[end - 1]), strict=True) if end else ()
+
+
+def seal_checkpoint(blocks: BlockManager, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+    """`States.seal`, which is logged."""
+    sealed, end = blocks.states.seal(checkpoint), checkpoint.num_tokens // blocks.block_size
+    tell(blocks.pool.log, blocks.names.of_state, checkpoint.sequence, end - 1, end, sealed)
+    return sealed
 
 
 def tell(
     log: CacheLog | None,
-    num_groups: int,
+    groups: range,
     sequence: Sequence,
     first: int,
     end: int,
     sealed: SequenceOf[tuple[BlockId, BlockHash]] = (),
 ) -> None:
-    """Logs the full blocks of a sequence with logical indices from `first` to before `end`: the content of the
-    `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
+    """Logs the full blocks of a sequence in these groups, with logical indices from `first` to before `end`: the
+    content of the `sealed` ones, which are new in the cache, and of blocks whose tokens the log does not know."""
     if log is None or not (sealed or log.unread):
         return
     fresh = {name for _, name in sealed}
     for index, content in enumerate(sequence.prefix_hashes.between(first, end, sequence.token_ids), first):
-        for group in range(num_groups):
+        for group in groups:
             name = in_group(content, group)
             if name in fresh:
                 log.stored(name, cached_tokens(sequence, index, group))

@@ -84,9 +84,9 @@ class Pins:
 
     def __init__(self, config: SchedulerConfig, num_made: int = 0) -> None:
         """`num_made` pins were made before; no new pin gets one of their handles."""
-        self._block_size, self._names = config.block_size, BlockNames(config.groups)
-        # The start of a prefix has no windows of its own.
-        self._max_parts = 1 if config.windowed_groups else _NUM_PARTS
+        self._block_size, self._names = config.block_size, BlockNames(config.layout, config.state_blocks)
+        # The start of a prefix has no windows and no checkpoint of its own.
+        self._max_parts = 1 if config.windowed_groups or config.state_blocks else _NUM_PARTS
         self._quota = int(config.pin_quota * config.num_blocks)
         self._max_pinned = int(config.max_pinned * config.num_blocks)
         self._pins: dict[str, Pin] = {}
@@ -149,6 +149,8 @@ class Pins:
         hashes = PrefixHashes(cache_root(tenant, adapter), self._block_size).first(num_blocks, token_ids)
         pin_id = hashes[-1][:PIN_ID_BYTES].hex()
         names = [name for name in self._names.needed(hashes, 0) if name is not None]
+        # The request that computes it has its last checkpoint one block before its end.
+        names += [name for content in hashes[-2:-1] for name in self._names.state(content)]
         pin = self._pins.get(pin_id)
         if pin is not None and len(pin.hashes) == pin.size:
             pin.expires_at, pin.time_to_live, pin.num_parts = expires_at, time_to_live, pin.max_parts

@@ -15,7 +15,7 @@ from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
-from scheduler_svc.core.paging.block_tables import HostBlocks, LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout, HostBlocks
 
 
 class PrefixHashes:
@@ -55,20 +55,30 @@ class PrefixHashes:
 class BlockNames:
     """Names of blocks by group of layers, from hashes of their tokens. The first group's blocks have these hashes."""
 
-    def __init__(self, groups: LayerGroups) -> None:
-        self._groups = groups
+    def __init__(self, layout: BlockTableLayout, state_blocks: int = 0) -> None:
+        self._layout = layout
+        self._state_blocks = state_blocks
+
+    @property
+    def of_state(self) -> range:
+        """The blocks of a state, as further groups."""
+        return range(self._layout.num_groups, self._layout.num_groups + self._state_blocks)
 
     def full(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._groups.num_full)]
+        return [in_group(content, group) for group in range(self._layout.num_full)]
 
     def windowed(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._groups.num_full, self._groups.num_groups)]
+        return [in_group(content, group) for group in range(self._layout.num_full, self._layout.num_groups)]
+
+    def state(self, content: BlockHash) -> list[BlockHash]:
+        """The blocks of the checkpoint behind these tokens."""
+        return [in_group(content, group) for group in self.of_state]
 
     def needed(self, hashes: Sequence[BlockHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
         """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the
         next token is the first behind them, or begins one of the last `num_spare`; None for entries that no layer
         reads."""
-        first = self._groups.first_read((start + len(hashes) - num_spare) * self._groups.block_size)
+        first = self._layout.first_block_read((start + len(hashes) - num_spare) * self._layout.block_size)
         for index, content in enumerate(hashes, start):
             yield from self.full(content)
             names = self.windowed(content)
@@ -83,17 +93,22 @@ _MAX_CHANGES = 1 << 16
 class CachedStart:
     """The cached blocks found so far at the start of a waiting sequence, in the order of its table; `num_free` of them
     have no holder. It holds no references: `PrefixIndex.is_current` says whether all of it is still true. `version`
-    changes with it. If there are windowed groups, `full` are the blocks of the other groups, `num_found` of each, and
-    `blocks` were found among these after `num_seals` seals of the pool."""
+    changes with it. If there are windowed groups or states, `full` are the blocks of the full groups, `num_found` of
+    each, `blocks` were found among these after `num_seals` seals of the pool, and `checkpoint` at their end."""
 
     pool: "PrefixIndex"
     version: int
     num_changes: int
     full: list[BlockId] = field(default_factory=list[BlockId])
     blocks: list[BlockId] = field(default_factory=list[BlockId])
+    checkpoint: list[BlockId] = field(default_factory=list[BlockId])
     num_free: int = 0
     num_found: int = 0
     num_seals: int = -1
+
+    @property
+    def all_blocks(self) -> list[BlockId]:
+        return [*self.blocks, *self.checkpoint]
 
 
 class PrefixIndex(BlockPool):
@@ -226,7 +241,7 @@ class PrefixIndex(BlockPool):
         """Extends `blocks`, which are a part of the start, by these cached blocks."""
         start.version = version
         blocks += found
-        if blocks is start.blocks:
+        if blocks is not start.full:
             start.num_free += self.num_free_of(found)
         self._found.update(found)
 
@@ -237,7 +252,7 @@ class PrefixIndex(BlockPool):
             return False
         if start.num_changes < self.num_changes:
             recent = set(self._changes[start.num_changes - self._num_forgotten :])
-            if not (recent.isdisjoint(start.blocks) and recent.isdisjoint(start.full)):
+            if not all(map(recent.isdisjoint, (start.blocks, start.full, start.checkpoint))):
                 return False
             start.num_changes = self.num_changes
         return True
@@ -284,6 +299,14 @@ class PrefixIndex(BlockPool):
                 if self.log is not None:
                     self.log.restored(content)
         self._free = [block for block in self._free if self._hashes[block] is None]
+
+    def drop(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Forgets the contents of these sealed blocks, unless they have holders."""
+        for block, _ in sealed:
+            if not self._ref_counts[block]:
+                del self._cached[block]
+                self._forget(block, None)
+                self._free.append(block)
 
     def sealed_hashes(self) -> list[BlockHash]:
         """The names of all blocks that can be hit."""

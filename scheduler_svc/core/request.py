@@ -262,7 +262,10 @@ def max_blocks(request: Request, config: SchedulerConfig) -> int:
     if request.max_tokens == 1:
         shared = whole
     num_ended = sum(each.has_ended for each in request.emitted)
-    return config.groups.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
+    if config.state_blocks:
+        # Sequences that are computed again need not share what they shared: each continues from a checkpoint.
+        return (request.num_sequences - num_ended) * config.blocks_for(request.max_len - 1)
+    return config.layout.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
 
 
 def _check_emitted(request: Request) -> None:

@@ -155,6 +155,7 @@ class Results:
         """Applies the result of `step`, which passed `check_result`. Drops the results of rows that were released
         since."""
         table = self._batch.rows
+        checkpoints = [(each, each.sequence.num_tokens) for each in self._batch.checkpoints.pop(step.step_id, ())]
         current = table.incarnation[step.rows] == step.incarnations
         if step.max_drafts is not None:
             counts = 1 if result.num_tokens is None else result.num_tokens
@@ -169,6 +170,9 @@ class Results:
         due = self._append(step, draws.nonzero()[0], result) if draws.any() else []
         self._seal(step, current, result)
         self._seal_chunks(step, result)
+        if checkpoints:
+            not_finite = step.chunk_rows[~table.seals_chunks[step.chunk_rows]].tolist()
+            self._batch.end_checkpoints(checkpoints, failed={*not_finite, *result.failures})
         if due:
             self._on_milestones(due)
         for sample in (current & ~draws).nonzero()[0].tolist():

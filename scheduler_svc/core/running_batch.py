@@ -7,6 +7,7 @@ hundreds of sequences well under a millisecond.
 
 import math
 from collections import Counter
+from collections.abc import Container, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Annotated
@@ -16,13 +17,14 @@ import numpy as np
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway, seal_checkpoint
 from scheduler_svc.core.paging import batch
 from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import HostBlocks
 from scheduler_svc.core.paging.sequence import Queues
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
+from scheduler_svc.core.states import Checkpoint
 from scheduler_svc.core.step import RowAssignment, StepInFlight, StepPlan
 
 
@@ -41,6 +43,8 @@ class RowTable(batch.RowTable[Sequence]):
     """Blocks at the start of the block table that are sealed, or need not be."""
     windows_start: Numbers
     """Logical index from which the block table may have blocks of windowed groups."""
+    shares_state: Flags
+    """The sequence may share its state with a sequence that forked."""
     seals_chunks: Flags
     """Each chunk of a prefill seals its blocks; False after a chunk that was not finite."""
     client: Numbers
@@ -82,6 +86,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_entered[row] = sequence.num_tokens
         self.num_unsure[row] = self.windows_start[row] = 0
         self.seals_chunks[row] = True
+        self.shares_state[row] = False
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
         super().fork(parent, child, block_size)
@@ -89,6 +94,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.windows_start[child] = self.windows_start[parent]
+        self.shares_state[[parent, child]] = True
 
     def grow(self, rows: Array, max_drafts: Array) -> None:
         """A planned step may extend each row by one token and up to `max_drafts` further tokens."""
@@ -120,6 +126,8 @@ class StepDraft(batch.StepDraft):
         self.sealed: list[tuple[BlockId, BlockHash]] = []
         self.seeds: list[tuple[int, int]] = []
         """Rows that begin to draw with a seed of their own in this step, and the seeds."""
+        self.state_tables: dict[int, tuple[BlockId, ...]] = {}
+        self.checkpoints: tuple[tuple[int, int, tuple[BlockId, ...]], ...] = ()
         self._max_drafts: Array | None = None
         self._max_passes = 1
 
@@ -127,6 +135,11 @@ class StepDraft(batch.StepDraft):
     def has_chunks(self) -> bool:
         """Whether rows compute more than their newest token."""
         return bool(self._chunks)
+
+    def release(self, rows: SequenceOf[int]) -> None:
+        super().release(rows)
+        for row in rows if self.state_tables else ():
+            self.state_tables.pop(row, None)
 
     def set_aside(self, row: int, num_tokens: int) -> None:
         """Keeps a share of the budget for a row whose chunk is planned last."""
@@ -142,17 +155,32 @@ class StepDraft(batch.StepDraft):
             self._spend(int(max_drafts.sum()))
         self._max_drafts, self._max_passes = max_drafts, max_passes
 
+    @property
+    def _growth(self) -> Array | None:
+        """The number of tokens beyond one that each decoding row may get, int64[n]; None for none."""
+        if not self._chunks or self._max_drafts is None:
+            return self._max_drafts
+        # The model runs once for a chunk.
+        return np.maximum(self._max_drafts - (self._max_passes - 1), 0)
+
+    def lengths(self) -> Iterator[tuple[int, int, int, int]]:
+        """For each row of the step its new tokens, its computed tokens, the least, and its maximum further tokens."""
+        growth = np.zeros_like(self._rows) if self._growth is None else self._growth
+        decodes = zip(self._rows.tolist(), self._num_computed.tolist(), growth.tolist(), strict=True)
+        yield from ((row, 1, num_computed, further) for row, num_computed, further in decodes)
+        yield from ((*chunk, 0) for chunk in self._chunks)
+
     def finish(self, step_id: int, host: HostBlocks) -> StepPlan:
         """The step as a value, with the copies between pool and host. An empty draft only seals blocks."""
-        plan, max_drafts = super().finish(step_id, host), self._max_drafts
+        plan, max_drafts = super().finish(step_id, host), self._growth
         if self._chunks and max_drafts is not None:
-            # The model runs once for a chunk.
-            max_drafts = np.maximum(max_drafts - (self._max_passes - 1), 0)
             max_drafts = np.concatenate((max_drafts, np.zeros(len(self.chunk_samples), dtype=np.int64)))
         return StepPlan(
             **{name: getattr(plan, name) for name in _PAGED_FIELDS},
             reseed=tuple(self.seeds),
             sealed=tuple(self.sealed),
+            state_tables=tuple(self.state_tables.items()),
+            checkpoints=self.checkpoints,
             max_drafts=max_drafts,
             max_passes=1 if self._chunks else self._max_passes,
         )
@@ -241,6 +269,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self.drafts = DraftBudget(config.max_num_seqs, config.max_drafts, config.fixed_tokens)
         self._max_drafts, self._max_passes = config.max_drafts, config.max_passes
+        self.checkpoints: dict[int, list[Checkpoint]] = {}
+        """Checkpoints that steps in flight make, by step."""
 
     # Rows
 
@@ -263,6 +293,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
             # Requests that share cached prefixes may share guesses; others could learn answers from response times.
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
+            tuple(sequence.state_blocks),
         )
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
@@ -286,17 +317,20 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         for sequence in self.rows.sequences:
             if sequence is not None:
                 table = sequence.block_table
-                held[sequence.request.tenant] += len(table) - sum(map(table.count, self.blocks.blank))
+                num_held = len(table) - sum(map(table.count, self.blocks.blank)) + len(sequence.state_blocks)
+                held[sequence.request.tenant] += num_held
         return held
 
-    def blocks_by_kind(self) -> tuple[int, int]:
-        """How many blocks of full and of windowed groups the sequences hold, as if none were shared."""
-        groups, full, held = self.blocks.groups, 0, 0
+    def blocks_by_kind(self) -> tuple[int, int, int]:
+        """How many blocks of full and of windowed groups and of states the sequences hold, as if none were shared."""
+        layout, full, held, states = self.blocks.layout, 0, 0, 0
         for sequence in self.rows.sequences:
-            table = [] if sequence is None else sequence.block_table
-            full += len(table) // groups.num_groups * groups.num_full
-            held += len(table) - sum(map(table.count, self.blocks.blank))
-        return full, held - full
+            if sequence is not None:
+                table = sequence.block_table
+                full += len(table) // layout.num_groups * layout.num_full
+                held += len(table) - sum(map(table.count, self.blocks.blank))
+                states += len(sequence.state_blocks)
+        return full, held - full, states
 
     def num_new_tokens(self, group: SequenceGroup) -> int:
         """Tokens that each sequence of a running group got since the group entered, including steps in flight."""
@@ -312,10 +346,32 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         # The last token of a sequence is never computed and takes no slot.
         slots = np.minimum(self.rows.num_tokens[rows] + num_steps, self.rows.max_len[rows] - 1)
         num_new = np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum()
-        return int(num_new) * self._num_groups + self._blocks_for_chunks()
+        num_states = self._num_shared_states(rows) * self.blocks.states.size
+        return int(num_new) * self._num_groups + self._blocks_for_chunks() + num_states
 
     def blocks_for_decodes(self) -> int:
-        return super().blocks_for_decodes() + self._blocks_for_chunks()
+        num_blocks = super().blocks_for_decodes() + self._blocks_for_chunks()
+        if not (size := self.blocks.states.size):
+            return num_blocks
+        return num_blocks + self._num_shared_states(self.rows.decoding()) * size
+
+    def _num_shared_states(self, rows: Array) -> int:
+        """States that these rows take before they change what they share. The last holder changes it in place."""
+        sharing = rows[self.rows.shares_state[rows]].tolist()
+        if not (sharing and self.blocks.states.size):
+            return 0
+        holders = Counter(self.sequence(row).state_blocks[0] for row in sharing)
+        return sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in holders.items())
+
+    def _give_slots(self) -> Array:
+        rows = super()._give_slots()
+        if self.blocks.states.size:
+            for row in rows[self.rows.shares_state[rows]].tolist():
+                sequence = self.sequence(row)
+                if self.blocks.states.separate(sequence, self.blocks.take):
+                    self.draft.state_tables[row] = tuple(sequence.state_blocks)
+                self.rows.shares_state[row] = False
+        return rows
 
     def _blocks_for_chunks(self) -> int:
         """Free blocks of the windowed groups that the next chunks of the rows' prefills take at most."""
@@ -325,7 +381,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         ends = np.minimum(self.rows.num_computed[rows] + self._token_budget, self.rows.num_tokens[rows])
         known = [self.sequence(row).windows_end for row in rows.tolist()]
         num_new = np.maximum(-(-ends // size) - np.array(known, dtype=np.int64), 0)
-        return int(num_new.sum()) * self.blocks.groups.num_windowed
+        return int(num_new.sum()) * self.blocks.layout.num_windowed
 
     def free_before_windows(self) -> None:
         """Frees the blocks of the windowed groups that no step after the planned ones reads. A block that is not sealed
@@ -337,7 +393,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         computed = table.num_computed[rows] - table.num_unsure[rows]
         # If the row leaves the batch, its newest known token is computed again.
         position = np.minimum(computed, table.num_known[rows] - 1)
-        unread = np.maximum(position - blocks.groups.window + 1, 0) // self._block_size
+        unread = np.maximum(position - blocks.layout.window + 1, 0) // self._block_size
         must_go = (table.num_computed[rows] + self._token_budget) // self._block_size + 1 - blocks.windows.reach
         ends = np.minimum(unread, np.maximum(table.num_sealed[rows], must_go))
         starts = table.windows_start[rows]
@@ -346,13 +402,53 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             blocks.windows.free_before(self.sequence(row).block_table, int(starts[place]), end)
             table.windows_start[row] = end
 
-    def add_chunk(self, row: int, group: SequenceGroup) -> None:
+    def add_chunk(self, row: int, group: SequenceGroup, size: int | None = None) -> None:
+        size = min(self.rows.num_uncomputed(row), self.draft.budget)
+        if self.blocks.states.size and not (size := self._chunk_with_state(row, size)):
+            return
         if self.blocks.blank:
             sequence, computed = self.sequence(row), int(self.rows.num_computed[row])
-            end = -(-(computed + min(self.rows.num_uncomputed(row), self.draft.budget)) // self._block_size)
+            end = -(-(computed + size) // self._block_size)
             for place, block in self.blocks.windows.extend(sequence, end, self.blocks.take):
                 self.draft.blocks[row, place] = block
-        super().add_chunk(row, group)
+        super().add_chunk(row, group, size)
+
+    def _chunk_with_state(self, row: int, size: int) -> int:
+        """The tokens of the row's next chunk, at most `size`; 0 if it has to wait for a larger share of a step. A
+        prompt token behind others must not be computed as the only one: attention would round it otherwise, and the
+        remedy, to compute the token before it again, would change the state twice."""
+        computed = int(self.rows.num_computed[row])
+        num_left = int(self.rows.num_prompt[row]) - computed
+        if num_left - size == 1:
+            size -= 1
+        return 0 if computed and num_left and min(size, num_left) == 1 else size
+
+    def _plan_checkpoints(self, step_id: int) -> None:
+        """Adds the checkpoints of the rows to the step, as far as there are free blocks for them."""
+        table, states, planned = self.rows, self.blocks.states, list[Checkpoint]()
+        reserve = self.blocks_to_grow(1)
+        for row, num_new, num_computed, growth in self.draft.lengths():
+            start, sequence, incarnation = int(table.num_computed[row]), self.sequence(row), int(table.incarnation[row])
+            for place in states.wanted(sequence, start, start + num_new + growth):
+                if self.blocks.has_room(states.size, reserve=reserve, others_run=True):
+                    is_certain, blocks = (
+                        start == num_computed and place <= start + num_new,
+                        self.blocks.take(states.size),
+                    )
+                    planned.append(Checkpoint(row, incarnation, sequence, place, is_certain, blocks))
+        if planned:
+            self.checkpoints[step_id] = planned
+            self.draft.checkpoints = tuple((each.row, each.num_tokens, tuple(each.blocks)) for each in planned)
+
+    def end_checkpoints(self, due: SequenceOf[tuple[Checkpoint, int]], *, failed: Container[int]) -> None:
+        """The result of a step came: seals those of its checkpoints that it made. Each of `due` has the number of known
+        tokens of its sequence before; rows in `failed` computed values that are not finite."""
+        for each, num_known in due:
+            is_current = self.rows.incarnation[each.row] == each.incarnation
+            is_made = each.is_certain or num_known <= each.num_tokens < each.sequence.num_tokens
+            if is_current and is_made and each.row not in failed:
+                self.draft.sealed += seal_checkpoint(self.blocks, each)
+            self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:
         """The first `num_full` blocks of the row can be shared from now on."""
@@ -374,8 +470,17 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
         """Blocks at the start of a waiting sequence that it may take from the row once the row sealed them. The first
         `num_known` are known to match. Compares tokens, which takes a quarter of the time of hashing them."""
-        size, max_blocks = self._block_size, min(self._num_full(row), sequence.num_shareable)
+        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.states.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
+
+    def will_have_state(self, row: int, num_blocks: int) -> bool:
+        """Whether a sequence that takes the first `num_blocks` blocks of a row will find a checkpoint behind them, if
+        layers keep states. The row makes one there, unless its state is a later one by now."""
+        place = num_blocks * self._block_size
+        if not self.blocks.states.size or self.rows.num_computed[row] >= place:
+            return not self.blocks.states.size
+        self.sequence(row).partings.add(place)
+        return True
 
     def _begin(self, row: int, num_sealed: int) -> None:
         """Registers the blocks that the row computes next as underway."""
@@ -431,6 +536,9 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
+        if self.blocks.states.size:
+            self._plan_checkpoints(step_id)
+            self.draft.copies += self.blocks.states.take_copies()
         self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
         self.blocks.sealed_by_step.clear()
         for row, parent in self.draft.chunk_samples:

@@ -9,6 +9,7 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.paging import sequence as paging
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import CachedStart, PrefixHashes
 from scheduler_svc.core.request import EmittedSequence, Request
@@ -39,6 +40,10 @@ class Sequence(paging.Sequence):
     deliver. While it waits or is swapped, `cached_start` has its blocks that `BlockManager` found in the prefix cache.
     `num_drafted` counts its verified drafts, and `num_accepted` the drafts that became tokens. It has blocks of
     windowed groups of layers up to the logical index `windows_end`.
+
+    Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of
+    the last checkpoint of its output, which may be in other use by now, with their names. `partings` are numbers of its
+    first tokens after which another sequence goes on in another way.
     """
 
     request: Request
@@ -50,6 +55,9 @@ class Sequence(paging.Sequence):
     num_drafted: int = 0
     num_accepted: int = 0
     windows_end: int = 0
+    state_blocks: list[BlockId] = field(default_factory=list[BlockId])
+    newest_checkpoint: list[tuple[BlockId, BlockHash]] = field(default_factory=list[tuple[BlockId, BlockHash]])
+    partings: set[int] = field(default_factory=set[int])
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
@@ -99,6 +107,11 @@ class Sequence(paging.Sequence):
         self.prefix_hashes = parent.prefix_hashes.copy()
         self.held_back = parent.held_back.copy()
         self.cached_start = None
+
+    def lose_blocks(self) -> None:
+        """The worker was lost, and the pool with it."""
+        self.row, self.partings = None, set()
+        self.block_table, self.state_blocks, self.newest_checkpoint = [], [], []
 
     def end_reason(self) -> FinishReason | None:
         """The reason why the sequence ends with its newest token; None if it does not end."""

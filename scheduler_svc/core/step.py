@@ -26,6 +26,7 @@ class RowAssignment(batch.RowAssignment):
     traceparent: str | None = None
     adapter_slot: int | None = None
     draft_scope: bytes = b""
+    state_blocks: SequenceOf[BlockId] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,8 @@ class StepPlan(batch.StepPlan):
 
     reseed                           row and seed of each child that draws with its own seed
     sealed                           blocks whose content is final, and their hashes
+    state_tables                     rows, and the blocks of the state of each from now on
+    checkpoints                      rows, numbers of tokens, and blocks to which the state after these is written, too
     max_drafts               [s]     number of tokens beyond one by which each sample may extend its row; None for none
     max_passes                       maximum runs of the model; `max_drafts` counts one token for each run but the first
 
@@ -45,6 +48,8 @@ class StepPlan(batch.StepPlan):
     sealed: SequenceOf[tuple[BlockId, BlockHash]]
     max_drafts: Array | None = None
     max_passes: int = 1
+    state_tables: SequenceOf[tuple[int, SequenceOf[BlockId]]] = ()
+    checkpoints: SequenceOf[tuple[int, int, SequenceOf[BlockId]]] = ()
 
     @property
     def num_tokens(self) -> int:

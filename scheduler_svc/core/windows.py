@@ -22,7 +22,7 @@ class Windows:
     """
 
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex) -> None:
-        self._groups, self._pool = config.groups, pool
+        self._layout, self._pool = config.layout, pool
         self.reach = config.windows_reach
         blank = [pool.take_blank()] if config.windowed_groups else []
         self.blank = frozenset(blank)
@@ -33,16 +33,16 @@ class Windows:
         the windowed groups at first."""
         if sequence.request.num_sequences > 1:
             return end
-        return min(end, self._groups.first_read(first * self._groups.block_size) + self.reach)
+        return min(end, self._layout.first_block_read(first * self._layout.block_size) + self.reach)
 
     def extend(self, sequence: Sequence, end: int, take: Callable[[int], list[BlockId]]) -> list[tuple[int, BlockId]]:
         """Gives a sequence blocks of the windowed groups up to the logical index `end`. Returns their places in its
         table, and the blocks. Raises what `take` raises."""
-        table, groups = sequence.block_table, self._groups
+        table, layout = sequence.block_table, self._layout
         places = [
-            index * groups.num_groups + group
+            index * layout.num_groups + group
             for index in range(sequence.windows_end, end)
-            for group in range(groups.num_full, groups.num_groups)
+            for group in range(layout.num_full, layout.num_groups)
         ]
         blocks = take(len(places))
         self._pool.free([table[place] for place in places])
@@ -53,9 +53,9 @@ class Windows:
 
     def free_before(self, table: list[BlockId], first: int, end: int) -> None:
         """Frees the blocks of the windowed groups in a table, with logical indices from `first` to before `end`."""
-        size, blanks = self._groups.num_groups, self.blanks * (end - first)
+        size, blanks = self._layout.num_groups, self.blanks * (end - first)
         self._pool.touch(blanks)
-        for group in range(self._groups.num_full, size):
+        for group in range(self._layout.num_full, size):
             places = slice(first * size + group, end * size, size)
             self._pool.free(table[places])
             table[places] = blanks[: end - first]

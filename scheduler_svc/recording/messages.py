@@ -249,12 +249,18 @@ def _digest(plan: StepPlan) -> bytes:
         # Includes the length, so that entries cannot move from the end of one part to the start of the next.
         digest.update(len(part).to_bytes(4, "little") + np.ascontiguousarray(part, "<i8").tobytes())
     for each in plan.assign:
-        digest.update(np.array([each.row, len(each.token_ids), each.num_prompt_tokens, *each.block_table]).tobytes())
+        counts = each.row, len(each.token_ids), each.num_prompt_tokens
+        digest.update(np.array([*counts, *each.block_table, *each.state_blocks]).tobytes())
         if each.adapter_slot is not None:
             digest.update(each.adapter_slot.to_bytes(4, "little"))
     if plan.max_drafts is not None:
         digest.update(np.ascontiguousarray([plan.max_passes, *plan.max_drafts.tolist()], "<i8").tobytes())
     digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
+    for line in (
+        *((row, *blocks) for row, blocks in plan.state_tables),
+        *((*each[:2], *each[2]) for each in plan.checkpoints),
+    ):
+        digest.update(np.array(line, "<i8").tobytes())
     return digest.digest()
 
 

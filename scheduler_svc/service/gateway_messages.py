@@ -20,7 +20,7 @@ from quire.tracing import TraceContext
 from scheduler_svc.core.beam_search import BeamParameters, EarlyStopping
 from scheduler_svc.core.moves import KvSource, Lease
 from scheduler_svc.core.paging.block_pool import BlockId
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.request import Adapter, EmittedSequence, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
@@ -199,6 +199,7 @@ def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.C
             full_groups=config.full_groups,
             windowed_groups=config.windowed_groups,
             window=config.window,
+            state_blocks=config.state_blocks,
         )
     )
 
@@ -363,7 +364,7 @@ async def state_message(
     if include_sequences:
         sequences = (sequence for group in scheduler.groups() for sequence in group.unfinished)
         snapshots = [_snapshot_of(scheduler, sequence) for sequence in sequences]
-        await _add_sequences(message, snapshots, scheduler.config.groups)
+        await _add_sequences(message, snapshots, scheduler.config.layout)
     return message
 
 
@@ -392,7 +393,7 @@ async def blocks_message(scheduler: Scheduler | None, request_id: str | None) ->
         (block, content) for block, content in zip(free, pool.hashes_of(free), strict=True) if content is not None
     ]
     block_size = scheduler.config.block_size
-    await _add_sequences(message, snapshots, scheduler.config.groups)
+    await _add_sequences(message, snapshots, scheduler.config.layout)
     for start in range(0, len(cached), _BLOCKS_AT_ONCE):
         for block, content in cached[start : start + _BLOCKS_AT_ONCE]:
             message.cached.add(block_id=block, filled=block_size, block_hash=content)
@@ -414,13 +415,15 @@ def _worker_messages(replica: Replica, loading: LoadProgress | None) -> list[sch
 
 
 class _Snapshot(NamedTuple):
-    """A sequence, and the place in its table, reference count and hash of each of its blocks."""
+    """A sequence, the place in its table, reference count and hash of each of its blocks, and the blocks of its state
+    with their reference counts."""
 
     state: scheduler_pb2.SequenceState
     places: SequenceOf[int]
     blocks: tuple[BlockId, ...]
     ref_counts: list[int]
     hashes: list[BlockHash | None]
+    of_state: list[tuple[BlockId, int]]
 
 
 def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
@@ -438,18 +441,23 @@ def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
     if blanks:
         places = [place for place in places if table[place] not in blanks]
         table = tuple(table[place] for place in places)
-    return _Snapshot(state, places, table, pool.ref_counts_of(table), pool.hashes_of(table))
+    of_state = list(zip(sequence.state_blocks, blocks.pool.ref_counts_of(sequence.state_blocks), strict=True))
+    return _Snapshot(state, places, table, pool.ref_counts_of(table), pool.hashes_of(table), of_state)
 
 
 async def _add_sequences(
     message: scheduler_pb2.GetStateResponse | scheduler_pb2.InspectBlocksResponse,
     snapshots: Iterable[_Snapshot],
-    groups: LayerGroups,
+    layout: BlockTableLayout,
 ) -> None:
-    block_size, num_groups, num_blocks = groups.block_size, groups.num_groups, 0
-    for state, *blocks in snapshots:
+    block_size, num_groups, num_blocks = layout.block_size, layout.num_groups, 0
+    for state, *blocks, of_state in snapshots:
         sequence = message.sequences.add()
         sequence.CopyFrom(state)
+        sequence.state.extend(
+            scheduler_pb2.BlockState(block_id=block, ref_count=ref_count) for block, ref_count in of_state
+        )
+        num_blocks += len(of_state)
         for place, block, ref_count, content in zip(*blocks, strict=True):
             index, group = divmod(place, num_groups)
             filled = min(max(state.num_computed_tokens - index * block_size, 0), block_size)

@@ -117,7 +117,7 @@ def events_of(changes: CacheChanges, config: SchedulerConfig, *, with_tiers: boo
 
 def _stored(changes: CacheChanges, config: SchedulerConfig) -> Iterator[BlockStored]:
     """One event for each chain of consecutive blocks of a group, and one for all blocks of unknown tokens."""
-    block_size, num_groups = config.block_size, config.groups.num_groups
+    block_size, num_groups = config.block_size, config.layout.num_groups
     if unknown := [_number(content) for content, tokens in changes.stored.items() if tokens is None]:
         yield BlockStored(unknown, None, [], block_size)
     event: BlockStored | None = None

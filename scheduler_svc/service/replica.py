@@ -40,6 +40,7 @@ from scheduler_svc.service.watchers import Watchers
 from scheduler_svc.service.worker_link import (
     WorkerFaultyError,
     WorkerLostError,
+    WorkerRefusedError,
     Workers,
     attach_workers,
     release_memory,
@@ -56,7 +57,7 @@ _OF_SETTINGS = (
 )  # fmt: skip
 _OF_WORKERS = (
     "block_size", "max_model_len", "num_host_blocks", "prepares_constraints", "max_adapters", "max_drafts",
-    "fixed_tokens", "max_passes", "full_groups", "windowed_groups", "window",
+    "fixed_tokens", "max_passes", "full_groups", "windowed_groups", "window", "state_blocks",
 )  # fmt: skip
 """Parts of the core's configuration that settings and workers have under the same name."""
 
@@ -294,7 +295,11 @@ class Replica:
         self.epoch += 1
         link = await attach_workers(self.workers, self.epoch, timeout_s, self._tls)
         info, before = link.info, self.info
-        config = core_config(self._settings, info)
+        try:
+            config = core_config(self._settings, info)
+        except ValueError as error:
+            await link.close()
+            raise WorkerRefusedError(f"no scheduler can use the pool of worker {link.address}: {error}") from error
         if self.scheduler is None:
             self.scheduler = Scheduler(config) if self.recorder is None else self.recorder.make_scheduler(config)
             self.cache.follow(self.scheduler)

@@ -85,7 +85,7 @@ class WorkerLostError(Exception):
 
 
 class WorkerRefusedError(WorkerLostError):
-    """The worker's release does not fit: attaching fails until one of the two is replaced."""
+    """The worker's release or pool does not fit: attaching fails until the worker or the scheduler is replaced."""
 
 
 class WorkerTakenError(WorkerLostError):

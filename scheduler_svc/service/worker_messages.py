@@ -104,6 +104,8 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
+        state_tables=encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)]),
+        checkpoints=encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)]),
         traced=[
             worker_pb2.TracedRow(row=assigned.row, traceparent=assigned.traceparent)
             for assigned in plan.assign
@@ -126,6 +128,7 @@ def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:
         num_candidates=sampling.num_candidates,
         adapter_slot=assigned.adapter_slot,
         draft_scope=assigned.draft_scope,
+        state_blocks=encode_int32(assigned.state_blocks),
     )
     if sampling.prompt_logprobs is not None and len(assigned.token_ids) == assigned.num_prompt_tokens:
         # They are delivered before the first output token, so a sequence with output needs none.
@@ -174,6 +177,7 @@ class ReplicaInfo:
     full_groups: int = 1
     windowed_groups: int = 0
     window: int = 0
+    state_blocks: int = 0
 
     def is_same_worker(self, other: "ReplicaInfo | None") -> bool:
         """Whether `other` is the same start of the same workers."""
@@ -215,6 +219,7 @@ _BOUNDS = {
     "pool.full_groups": (0, 64),
     "pool.windowed_groups": (0, 64),
     "pool.window": (0, _MAX_INT32),
+    "pool.state_blocks": (0, 1 << 16),
     "limits.max_num_rows": (1, _MAX_INT32),
     "limits.max_num_batched_tokens": (1, _MAX_INT32),
     "limits.max_steps_in_flight": (1, _MAX_INT32),

@@ -84,8 +84,8 @@ class ContiguousBlocks(BlockManager):
     def __init__(self, config: SchedulerConfig) -> None:
         if config.policy is not PolicyKind.FCFS:
             raise ValueError(f"policy is {config.policy.value}; contiguous regions take fcfs only")
-        if config.groups.num_groups > 1:
-            raise ValueError(f"the layers are in {config.groups.num_groups} groups; contiguous regions take one only")
+        if config.layout.num_groups > 1:
+            raise ValueError(f"the layers are in {config.layout.num_groups} groups; contiguous regions take one only")
         super().__init__(replace(config, watermark=0.0))
         self.pool: RegionPool = RegionPool(config.num_blocks)
         self.num_copied_blocks = 0

@@ -194,16 +194,16 @@ _PLACES = "it does not count positions from 0"
 
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *("bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text"),
-        *("inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax"),
-        *("nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"),
+        *("bailing_hybrid", "deepseek_v4", "falcon_mamba", "inkling2_text"),
+        *("inkling_text", "jamba", "kimi_linear", "lfm3", "mamba", "mamba2", "minimax"),
+        *("olmo_hybrid", "qwen4_exp_text"),
         *("recurrent_gemma", "zamba", "zamba2", "zaya"),
     ),
     _NOT_COUNTED: (
         *("big_bird", "cpmant", "git", "megatron-bert", "rembert", "roformer", "rwkv", "trocr", "xlm", "xlnet"),
         "xlstm",
     ),
-    _WITHIN: (*("emu3", "llama4", "mllama", "qwen3_5", "qwen3_5_moe", "qwen4_exp"),),
+    _WITHIN: ("emu3", "llama4", "mllama", "qwen4_exp"),
     _ENCODER: (
         *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart"),
         *("prophetnet", "whisper"),

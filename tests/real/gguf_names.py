@@ -27,7 +27,6 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "MLPs, experts or norms that the described decoder does not have": (
         *("apertus", "arctic", "bitnet", "chameleon", "cogvlm", "grok", "grovemoe", "smallthinker"),
     ),
-    "run from directories; no row reads their files": ("gemma3n", "gemma4"),
     "latents with queries that grow with their position": ("mistral4",),
     "not in the package gguf with which Quire is tested": (
         *("bailingmoe3", "cohere2moe", "deepseek32", "deepseek4", "dflash", "dots3note", "eagle3", "gemma4-assistant"),

@@ -6,6 +6,7 @@ from functools import partial
 from random import Random
 from typing import Any, cast
 
+from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from tests.sim.world.cluster import MANY, Layout, draw_layout
 from tests.sim.world.disk import draw_recording
 from tests.sim.world.faults import (
@@ -14,11 +15,13 @@ from tests.sim.world.faults import (
     ForgetCached,
     Kill,
     Nap,
+    OtherModel,
     OtherPool,
     Stop,
     draw_bad_disks,
     draw_faults,
     draw_other_model,
+    draw_other_pool,
 )
 from tests.sim.world.http_calls import with_http
 from tests.sim.world.knobs import REPLAYS, draw_low_limits
@@ -239,31 +242,62 @@ def with_broken_naps(draw: Random, plan: Plan) -> Plan:
     return replace(plan, faults=tuple(faults))
 
 
-def with_groups(draw: Random, plan: Plan) -> Plan:
-    """Workers whose model has several groups of layers. Pools have room for the same sequences; in half of the worlds
-    windowed groups have little more than a sequence takes of them."""
+def with_groups(draw: Random, plan: Plan, groups: LayerGroups | None = None) -> Plan:
+    """Workers whose model has several groups of layers, drawn if none are given. Pools have room for the same
+    sequences; in half of the worlds windowed groups have little more than a sequence takes of them."""
     layout, worker = plan.layout, plan.layout.worker
     size, chunk = worker.block_size, worker.max_num_batched_tokens
-    num_full, num_windowed = draw.choice(((1, 1), (1, 1), (1, 2), (0, 1), (2, 3)))
-    num_groups = num_full + num_windowed
-    windows = (2, max(size - 1, 2), size, size + 1, 3 * size, chunk, 2 * chunk + 1, 20, 60, MAX_MODEL_LEN)
-    window = draw.choice(windows)
-    groups = {"full_groups": num_full, "windowed_groups": num_windowed, "window": window}
+    groups = groups or _draw_groups(draw, size, chunk)
+    num_full, num_windowed, window, num_groups = groups.num_full, groups.num_windowed, groups.window, groups.num_groups
     num_blocks = num_groups * worker.num_blocks
     if draw.random() < 0.5:
         most = -(-(max(window, chunk) + chunk) // size) + 1
         num_blocks -= num_windowed * max(worker.num_blocks - 2 * most, 0)
         needed = (_blocks_needed(each, size, num_full, num_windowed, most) for each in plan.requests)
         num_blocks = max([num_blocks, *needed])
-    worker = replace(worker, **groups, num_blocks=num_blocks + 1, num_host_blocks=num_groups * worker.num_host_blocks)
+    worker = replace(worker, num_blocks=num_blocks + 1, num_host_blocks=num_groups * worker.num_host_blocks)
     disk_blocks = layout.disk_blocks and layout.disk_blocks * draw.choice((1, num_groups))
     faults = [
-        replace(each, num_blocks=num_groups * each.num_blocks + 1, num_host_blocks=num_groups * each.num_host_blocks)
-        if isinstance(each, OtherPool)
-        else each
+        _cut(each, groups, None) if isinstance(each, OtherPool) and each.groups is None else each
         for each in plan.faults
     ]
-    return replace(plan, layout=replace(layout, worker=worker, disk_blocks=disk_blocks), faults=tuple(faults))
+    layout = replace(layout, worker=worker.with_groups(groups), disk_blocks=disk_blocks)
+    return replace(plan, layout=layout, faults=tuple(faults))
+
+
+def with_other_groups(draw: Random, plan: Plan) -> Plan:
+    """Workers with another pool have other groups of layers, too, whatever groups the workers have before. There is at
+    least one such worker, in half of the plans with another model at the moment when it has this other model."""
+    layout, worker = plan.layout, plan.layout.worker
+    faults = list(plan.faults)
+    if not any(isinstance(each, OtherPool) for each in faults):
+        times = [each.at for each in plan.requests] or [START_S]
+        workers = [f"worker-{replica}" for replica in range(layout.num_replicas)]
+        at = max(START_S, draw.choice(times) + draw.uniform(0, 0.3))
+        models = [each for each in faults if isinstance(each, OtherModel)] if draw.random() < 0.5 else []
+        if models:
+            workers, at = [models[0].host], models[0].at
+        for _ in range(draw.choice((1, 1, 2))):
+            faults.append(draw_other_pool(draw, workers, at, worker))
+            at += draw.uniform(0.05, draw.choice((0.5, 5.0)))
+    for place, each in enumerate(faults):
+        if isinstance(each, OtherPool):
+            one = draw.random() < 0.2
+            groups = ONE_GROUP if one else _draw_groups(draw, each.block_size, worker.max_num_batched_tokens)
+            faults[place] = _cut(each, groups, groups)
+    return replace(plan, faults=tuple(faults))
+
+
+def _draw_groups(draw: Random, block_size: int, chunk: int) -> LayerGroups:
+    num_full, num_windowed = draw.choice(((1, 1), (1, 1), (1, 2), (0, 1), (2, 3)))
+    windows = (2, max(block_size - 1, 2), block_size, block_size + 1, 3 * block_size)
+    return LayerGroups(num_full, num_windowed, draw.choice((*windows, chunk, 2 * chunk + 1, 20, 60, MAX_MODEL_LEN)))
+
+
+def _cut(pool: OtherPool, groups: LayerGroups, told: LayerGroups | None) -> OtherPool:
+    """A pool of one group of layers, cut into `groups`. The fault itself sets the groups that it is told."""
+    num_blocks, num_host_blocks = (groups.num_groups * each for each in (pool.num_blocks, pool.num_host_blocks))
+    return replace(pool, num_blocks=num_blocks + 1, num_host_blocks=num_host_blocks, groups=told)
 
 
 def _blocks_needed(request: Request, size: int, num_full: int, num_windowed: int, most: int) -> int:

@@ -7,12 +7,14 @@ from random import Random
 from typing import Any, cast
 
 from quire.client import BeamSearch, Constraint, EarlyStopping, GenerationOptions
+from quire.messages.layer_groups import LayerGroups
 from tests.sim.plans import (
     KEEPING,
     START_S,
     Plan,
     fresh,
     plan_of,
+    with_groups,
     with_long_recomputations,
     with_naps,
     with_passes,
@@ -770,6 +772,42 @@ def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
     return plan_of(seed, layout, draw_requests(draw, Kind.TIGHT, layout.clients, pool_tokens, draw.choice((0.05, 1.0))))
 
 
+def _sequences_behind_windows(seed: int, draw: Random) -> Plan:
+    """Requests of several sequences, some of which got more drafts than others, are computed again. Host memory has
+    blocks of them; their prompts are longer than windows."""
+    layout, requests = _preempting(draw)
+    size = draw.choice((2, 4))
+    num_host_blocks = draw.choice((200, 400, 1000)) // size
+    worker = replace(layout.worker, block_size=size, num_host_blocks=num_host_blocks)
+    settings = replace(layout.settings, preemption_mode="recompute")
+    worker = replace(worker, device="cuda", max_drafts=draw.choice((3, 7)), fixed_tokens=16)
+    layout = replace(layout, worker=worker, settings=settings)
+    several = [
+        replace(
+            each,
+            prompt=fresh(draw, draw.randint(10, 40)),
+            options=GenerationOptions(
+                n=2,
+                temperature=1.0,
+                seed=draw.randrange(1 << 64),
+                max_tokens=MAX_OUTPUT,
+                ignore_eos=True,
+            ),
+        )
+        for each in requests[:8]
+    ]
+    plan = with_groups(draw, plan_of(seed, layout, several), LayerGroups(1, 1, draw.choice((2 * size, 10, 20))))
+    # The smallest pool that refuses no request.
+    worker = replace(plan.layout.worker, num_blocks=2 * LONGEST // size + 1)
+    return replace(plan, layout=replace(plan.layout, worker=worker))
+
+
+def _groups_without_windows(seed: int, draw: Random) -> Plan:
+    """Layers without windows are in several groups, and the pool has room for one or two of a few prompts."""
+    layout, requests, _ = _few_prompts(draw)
+    return with_groups(draw, plan_of(seed, layout, requests), LayerGroups(draw.choice((2, 3))))
+
+
 _SHORT_OF_ROOM = (_pins_that_give_way, _leases_that_give_way, _leases_that_give_way)
 SHORTAGES = (*_SHORT_OF_ROOM, _moves_that_end_late, _displacing, _displacing, _deadly_crowds, _late_answers, _paid)
 COINCIDENCES = (_blocks_that_come_for_others, _blocks_that_come_for_others, _pins_beside_leases, _heirs)
@@ -782,6 +820,7 @@ OF_LATE = (
     _moves_beside_hosts,
     _drafts_that_do_not_pay,
 )
+OF_GROUPS = (_sequences_behind_windows, _groups_without_windows)
 OF_HANDS = (draw_rows_that_change_hands, draw_streams_that_change_hands)
 OF_WORKERS = (
     _slow_preparations,

@@ -19,12 +19,14 @@ from tests.sim.plans import (
     with_groups,
     with_least_lengths,
     with_naps,
+    with_other_groups,
     with_starts,
 )
 from tests.sim.races import RACES
 from tests.sim.situations import (
     COINCIDENCES,
     DISK_BLOCKS,
+    OF_GROUPS,
     OF_HANDS,
     OF_LATE,
     OF_MOVES,
@@ -126,6 +128,10 @@ _OF_LATE = 0.06
 """The share of worlds with ties, requests that end while they wait, renewed pins and the like."""
 _GROUPED = 0.25
 """The share of worlds whose models have several groups of layers."""
+_RARELY_GROUPED = 0.02
+"""The share of worlds with several groups of layers in which requests run for their sake."""
+_REGROUPED = 0.04
+"""The share of worlds whose workers come back with other groups of layers."""
 _KEPT_S = 130.0
 """Durable requests stay for a minute without a reader, and for another one after their end; pins stay no longer."""
 
@@ -173,6 +179,12 @@ def draw_plan(seed: int) -> Plan:
         settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
         layout = replace(plan.layout, settings=settings)
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
+    others = Random(f"back with foreign groups of layers {seed}")
+    if others.random() < _REGROUPED:
+        plan = with_other_groups(others, plan)
+    several = Random(f"with special windows {seed}")
+    if several.random() < _RARELY_GROUPED:
+        return several.choice(OF_GROUPS)(seed, several)
     groups = Random(f"small memories without old memories {seed}")
     return with_groups(groups, plan) if groups.random() < _GROUPED else plan
 

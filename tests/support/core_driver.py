@@ -14,7 +14,7 @@ from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import Arriving
-from scheduler_svc.core.paging.block_tables import LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout
 from scheduler_svc.core.pins import PIN_CLIENT, Pin
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.preparation import Preparation
@@ -228,13 +228,16 @@ class WorkerRow:
     has_drafted: bool = False
     contexts: list[int] = field(default_factory=list[int])
     """The numbers of the prefixes of the sequence."""
+    state_blocks: list[int] = field(default_factory=list[int])
+    checkpoints: list[tuple[int, Sequence[int]]] = field(default_factory=list[tuple[int, Sequence[int]]])
+    """Of the step that runs."""
 
 
 @dataclass
 class FakeDevice:
     """Executes plans like a worker, and checks that every token has a slot and that none is skipped."""
 
-    groups: LayerGroups
+    layout: BlockTableLayout
     rows: dict[int, WorkerRow] = field(default_factory=dict)
     host_blocks: Blocks = field(default_factory=dict)
     blocks: Blocks = field(default_factory=dict)
@@ -253,7 +256,7 @@ class FakeDevice:
 
     @property
     def block_size(self) -> int:
-        return self.groups.block_size
+        return self.layout.block_size
 
     def keep_on_disk(self, num_slots: int) -> list[int]:
         """Writes sealed blocks that are not on disk yet, over the oldest ones. Returns the slots that changed."""
@@ -300,6 +303,7 @@ class FakeDevice:
                 assigned.sampling.num_candidates,
                 assigned.sampling.parameters,
                 assigned.adapter_slot,
+                state_blocks=list(assigned.state_blocks),
             )
         parents = {child: self.rows[parent] for parent, child in plan.fork.tolist()}
         self.rows |= {
@@ -314,6 +318,13 @@ class FakeDevice:
         for row, index, block in plan.block_table_deltas.tolist():
             assert index <= len(self.rows[row].blocks), "a block table has a gap"
             self.rows[row].blocks[index : index + 1] = [block]
+        for row, state_blocks in plan.state_tables:
+            self.rows[row].state_blocks = list(state_blocks)
+        for each in self.rows.values():
+            each.checkpoints = []
+        for row, num_tokens, copy in plan.checkpoints:
+            assert row in plan.rows, "a checkpoint is of a row that computes nothing"
+            self.rows[row].checkpoints.append((num_tokens, copy))
         starts = self.starts_of(plan)
         for row, num_new in zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True):
             self._compute(self.rows[row], num_new, starts[row], *failing.get(row, (0, sys.maxsize)))
@@ -403,9 +414,9 @@ class FakeDevice:
 
     def _blocks_at(self, row: WorkerRow, position: int) -> list[int]:
         """The block of each group that holds a position."""
-        first = position // self.block_size * self.groups.num_groups
-        blocks = row.blocks[first : first + self.groups.num_groups]
-        assert len(set(blocks)) == self.groups.num_groups, "groups share a block, or have none"
+        first = position // self.block_size * self.layout.num_groups
+        blocks = row.blocks[first : first + self.layout.num_groups]
+        assert len(set(blocks)) == self.layout.num_groups, "groups share a block, or have none"
         return blocks
 
     @property
@@ -419,6 +430,8 @@ class FakeDevice:
             for index in range(int(computed) // self.block_size, (int(computed + new) - 1) // self.block_size + 1)
             for block in self._blocks_at(self.rows[row], index * self.block_size)
         ]
+        written += [block for row in plan.rows.tolist() for block in self.rows[row].state_blocks]
+        written += [block for _, _, copy in plan.checkpoints for block in copy]
         assert len(set(written)) == len(written), "two rows write to one block"
 
     def _compute(self, row: WorkerRow, num_new: int, num_computed: int, mark: int, failing_from: int) -> None:
@@ -426,9 +439,9 @@ class FakeDevice:
         size, end, own = self.block_size, num_computed + num_new, row.contexts
         assert end <= len(row.tokens), "a token was computed before it was known"
         self.contexts.extend(own, row.tokens, end, self._adapter_of(row))
-        num_groups = self.groups.num_groups
+        num_groups = self.layout.num_groups
         for group in range(num_groups):
-            start = 0 if group < self.groups.num_full else max(num_computed - self.groups.window + 1, 0)
+            start = 0 if group < self.layout.num_full else max(num_computed - self.layout.window + 1, 0)
             for first in range(start, num_computed, size) if num_groups == 1 else range(start, num_computed):
                 last = min(first + size, num_computed) if num_groups == 1 else first + 1
                 held = self.blocks.get(row.blocks[first // size * num_groups + group], self._empty)
@@ -445,10 +458,31 @@ class FakeDevice:
                 self.seals.pop(block, None)
                 content = self._content(own[position], group) if position < failing_from else (mark, own[position])
                 self.blocks.setdefault(block, self._empty)[position % size] = content
+        if row.state_blocks:
+            self._advance(row, num_computed, end, mark if end > failing_from else None)
+
+    def _advance(self, row: WorkerRow, start: int, end: int, mark: int | None) -> None:
+        """Changes the row's state from the one after `start` tokens to the one after `end`."""
+        if start:
+            for piece, block in enumerate(row.state_blocks):
+                held = self.blocks.get(block, self._empty)[0]
+                is_own = held == self._state(piece, row.contexts[start - 1])
+                assert is_own or mark is not None, f"the state after {start} tokens is not the row's own"
+        copies = [(count, blocks) for count, blocks in row.checkpoints if start < count <= end]
+        for count, blocks in ((end, row.state_blocks), *copies):
+            for piece, block in enumerate(blocks):
+                self.seals.pop(block, None)
+                content = self._state(piece, row.contexts[count - 1]) if mark is None else (mark, count)
+                self.blocks[block] = [content] * self.block_size
+
+    @staticmethod
+    def _state(piece: int, number: int) -> tuple[int, int]:
+        """The content of a block of the state after the tokens that have this number."""
+        return -100 - piece, number
 
     def _content(self, number: int, group: int) -> int:
         """The content that a group of layers keeps for the tokens that have this number."""
-        return number * self.groups.num_groups + group
+        return number * self.layout.num_groups + group
 
     def _adapter_of(self, row: WorkerRow) -> bytes:
         return b"" if row.adapter_slot is None else self.adapters[row.adapter_slot]
@@ -457,8 +491,11 @@ class FakeDevice:
         """Checks that each block that a step sealed holds the tokens of its hash, for one of these tenants."""
         for block, content in plan.sealed:
             held = self.blocks[block][-1]
-            assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
-            number, group = divmod(held, self.groups.num_groups)
+            is_state = isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]
+            assert isinstance(held, int) or is_state, f"block {block} is sealed, and it is not full or not finite"
+            number, group = (
+                (held[1], self.layout.num_groups - 100 - held[0]) if is_state else divmod(held, self.layout.num_groups)
+            )
             tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
@@ -484,7 +521,7 @@ class Driver:
 
     def __init__(self, config: SchedulerConfig, max_in_flight: int = 2) -> None:
         self.scheduler = Scheduler(config)
-        self.device = FakeDevice(config.groups)
+        self.device = FakeDevice(config.layout)
         self.max_in_flight = max_in_flight
         self.results: deque[StepResult | None] = deque()
         """Results of the steps in flight; None if the worker refuses or dies of the step, and for all after it."""
@@ -705,14 +742,14 @@ class Driver:
     def _forget_worker(self) -> None:
         self.scheduler.void_in_flight(self.clock)
         self.results.clear()
-        self.device = FakeDevice(self.scheduler.config.groups)
+        self.device = FakeDevice(self.scheduler.config.layout)
         self.told.clear()
         self.compiled.clear()
         self._is_dead = False
         self.check()
 
     def _move_to(self, config: SchedulerConfig) -> None:
-        self.device = FakeDevice(config.groups)
+        self.device = FakeDevice(config.layout)
         self.failed |= {failure.key.handle for failure in self.scheduler.refit(config, self.clock)}
 
     def _is_deadly(self, plan: StepPlan) -> bool:

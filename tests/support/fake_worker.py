@@ -7,7 +7,7 @@ Each step takes `step_seconds`. Steps are checked as in any worker.
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.messages.layer_groups import ONE_GROUP, LayerGroups
@@ -62,6 +62,10 @@ class FakeWorkerConfig:
     def groups(self) -> LayerGroups:
         """Groups of layers. Each has blocks of its own."""
         return LayerGroups(self.full_groups, self.windowed_groups, self.window)
+
+    def with_groups(self, groups: LayerGroups) -> "FakeWorkerConfig":
+        """The same worker, with its layers in these groups."""
+        return replace(self, full_groups=groups.num_full, windowed_groups=groups.num_windowed, window=groups.window)
 
     def info(self) -> WorkerInfo:
         """A new incarnation of this worker."""

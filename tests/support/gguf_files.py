@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 import tokenizers
+import torch
 from safetensors.torch import load_file
 
 _NUMBERS = {
@@ -25,13 +26,17 @@ _NUMBERS = {
     "attention.q_lora_rank": ("q_lora_rank",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index"),
     "interleave_moe_layer_step": ("moe_layer_interval",),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
+    "altup.num_inputs": ("altup_num_inputs",),
+    "altup.active_idx": ("altup_active_idx",),
 }
 _FACTORS = {
     "attn_logit_softcapping": ("attn_logit_softcapping",),
@@ -48,6 +53,8 @@ _ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
+    "gemma3n_text": "gemma3n",
+    "gemma4_text": "gemma4",
     "ministral3": "mistral3",
     "granitemoeshared": "granitemoe",
     "olmo3": "olmo2",
@@ -79,7 +86,8 @@ _SIGMOIDS = (
     "exaone_moe",
 )
 _MOST_LAYERS = 8
-_EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms))\.\d+\.(.*)")
+_EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms|altup_\w+))\.\d+\.(.*)")
+_WITHOUT_KIND = ("correct_output_scale", "layer_scalar", ".experts.down_proj", ".experts.gate_up_proj")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
@@ -121,7 +129,9 @@ def write_gguf(
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if value is None and key == "feed_forward_length":
             value = 4 * config["n_embd"]
-        if value is not None:
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        elif value is not None:
             writer.add_uint32(f"{architecture}.{key}", value)
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
@@ -144,6 +154,8 @@ def write_gguf(
         *("olmo2", "exaone4", "exaone-moe"),
     ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture in ("gemma3n", "gemma4"):
+        _add_shared_keys(writer, architecture, config)
     if architecture in ("deepseek2", "minicpm3", "plm"):
         _add_latents(writer, architecture, config, merged_latents)
     _add_tokenizer(writer, directory, pre)
@@ -160,6 +172,10 @@ def write_gguf(
         # The writer takes each key once.
         writer.kv_data[0].pop(key, None)
         kinds[type(value)](key, value)
+    if architecture == "gemma4" and factors is None:
+        size = writer.kv_data[0]["gemma4.rope.dimension_count"].value
+        turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+        factors = [1.0] * turned + [1e30] * (size // 2 - turned)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
     config["merged_latents"] = merged_latents
@@ -197,6 +213,33 @@ def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, 
     writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(length / original) / math.log(original)))
     for kind in ("long", "short"):
         writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+
+
+def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
+    """The fields of Gemma 3n and 4, whose layers may differ."""
+    slides = [kind == "sliding_attention" for kind in config["layer_types"]]
+    writer.add_sliding_window_pattern(slides)
+    writer.add_rope_freq_base_swa(config["rope_parameters"]["sliding_attention"]["rope_theta"])
+    if architecture == "gemma3n":
+        shares = torch.tensor(config["activation_sparsity_pattern"])
+        writer.add_activation_sparsity_scale(torch.distributions.Normal(0, 1).icdf(shares).tolist())
+        return
+    own, (full, *_) = config["head_dim"], config["per_layer_config"].values()
+    size, count, inner = full["head_dim"], len(slides) - config["num_kv_shared_layers"], config["intermediate_size"]
+    fields: dict[str, Any] = {f"attention.{name}_length": size for name in ("key", "value")} | {
+        "rope.dimension_count": size
+    }
+    fields |= {f"{name}_swa": own for name in fields}
+    if of_full := full.get("num_key_value_heads"):
+        fields["attention.head_count_kv"] = [config["num_key_value_heads"] if each else of_full for each in slides]
+    if config["use_double_wide_mlp"]:
+        fields["feed_forward_length"] = [inner * (1 + (index >= count)) for index in range(len(slides))]
+    for key, value in fields.items():
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        else:
+            writer.add_uint32(f"{architecture}.{key}", value)
 
 
 def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], merged: bool) -> None:
@@ -247,6 +290,8 @@ def _fuse(tensors: dict[str, _Stored]) -> dict[str, _Stored]:
     kept = dict(tensors)
     for fused, parts in _FUSED.items():
         for name in [name for name in tensors if f".{parts[0]}." in name]:
+            if not all(name.replace(parts[0], part) in kept for part in parts):
+                continue
             pieces = [kept.pop(name.replace(parts[0], part)) for part in parts]
             joined = np.concatenate([data for data, _ in pieces], axis=-min(pieces[0][0].ndim, 2))
             kept[name.replace(parts[0], fused)] = (joined, pieces[0][1])
@@ -276,7 +321,7 @@ def _stored_tensors(
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if architecture == "maincoder" and name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
             data = data.reshape(2, -1).T.reshape(-1)
-        if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
             data = data + 1
         raw = None
         if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and "gate_inp" not in stored:
@@ -318,6 +363,12 @@ def _apart(
             keys, values = np.split(of_heads, [config["qk_nope_head_dim"]], axis=1)
             yield name.replace("kv_b_proj", "k_b_proj"), keys.swapaxes(1, 2)
             yield name.replace("kv_b_proj", "v_b_proj"), values
+        elif name.endswith(_WITHOUT_KIND):
+            yield f"{name}.weight", data
+        elif name.endswith("router.scale"):
+            yield name.replace("router", "router.proj"), data
+        elif name.endswith("router.per_expert_scale"):
+            yield name.replace("router.per_expert_scale", "experts.down_proj.scale"), data
         else:
             yield name, data
 

@@ -10,10 +10,14 @@ import torch
 
 from kernels import ops
 from kernels.packed_weight import Coding, Quantization
+from kernels.states import StatePages
+from worker_svc.device.arena import arena_shape, caches_of, pages_of
+from worker_svc.device.kv_pool import block_bytes
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.linear import Linear
 from worker_svc.layers.products import CodedProduct, OwnProduct
+from worker_svc.layers.state_layer import StateSize
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
@@ -43,15 +47,53 @@ class PagedRunner:
         generator = torch.Generator().manual_seed(seed)
         scrambled = torch.randperm(num_blocks, generator=generator)[: blocks_per_row * len(sequences)]
         self._tables = scrambled.view(len(sequences), blocks_per_row)
+        self._pages: torch.Tensor | None = None
+        # Where the state of a sequence goes after some of its tokens, in addition.
+        self._checkpoints: dict[tuple[int, int], torch.Tensor] = {}
+        if model.state is not None:
+            self._add_arena(model.state, num_blocks, len(sequences), generator)
+            return
         shapes = (
             (model.lines_per_token, num_blocks, layer.num_kv_heads, block_size, layer.head_dim)
             for layer in model.cache_layers
         )
         self.pools = [torch.full(shape, float("nan"), dtype=model.dtype) for shape in shapes]
 
+    def _add_arena(self, state: StateSize, num_blocks: int, num_rows: int, generator: torch.Generator) -> None:
+        """The pool of a model whose layers keep states: the blocks of states follow the others."""
+        model, size = self.model, block_bytes(self.model, self._block_size)
+        num_state_blocks = state.num_blocks(size)
+        count = num_rows * num_state_blocks
+        self._state_tables = (num_blocks + torch.randperm(count, generator=generator)).view(num_rows, num_state_blocks)
+        arena = torch.full(arena_shape(num_blocks + count, size, model.dtype), float("nan"), dtype=model.dtype)
+        self._pages = pages_of(arena)
+        shapes = [
+            (model.lines_per_token, layer.num_kv_heads, self._block_size, layer.head_dim)
+            for layer in model.cache_layers
+        ]
+        self.pools = list(caches_of(arena, shapes))
+
+    def _states(self, spans: Sequence[Span], attention: AttentionMetadata) -> StatePages | None:
+        if self._pages is None:
+            return None
+        tokens = [(span.row, end) for span in spans for end in range(span.start + 1, span.end + 1)]
+        reached = [token for token in tokens if token in self._checkpoints]
+        places = [reached.index(token) if token in reached else -1 for token in tokens]
+        tables = [self._checkpoints[token] for token in reached]
+        return StatePages(
+            self._pages,
+            self._state_tables[[span.row for span in spans]].to(torch.int32),
+            attention.query_start_loc,
+            attention.seq_lens,
+            torch.tensor(places, dtype=torch.int32),
+            torch.stack(tables).to(torch.int32) if tables else self._state_tables[:0].to(torch.int32),
+        )
+
     def share_blocks(self, source: int, target: int, *, num_blocks: int) -> None:
         """The sequence `target` begins with the first blocks of `source`, as from a prefix cache."""
         self._tables[target, :num_blocks] = self._tables[source, :num_blocks]
+        if self._pages is not None:
+            self._checkpoints[source, num_blocks * self._block_size] = self._state_tables[target]
 
     @torch.inference_mode()
     def step(self, *spans: Span) -> torch.Tensor:
@@ -78,7 +120,10 @@ class PagedRunner:
         )
         of_tokens = [self.adapter_slots[span.row] for span in spans for _ in range(span.start, span.end)]
         adapter_slots = torch.tensor(of_tokens) if any(of_tokens) else None
-        return ModelInput(torch.tensor(tokens), torch.cat(positions), [metadata], self.pools, adapter_slots)
+        states = self._states(spans, metadata)
+        return ModelInput(
+            torch.tensor(tokens), torch.cat(positions), [metadata], self.pools, adapter_slots, states=states
+        )
 
 
 def codings_of(layer: Linear | TiedHead) -> list[Coding | None]:

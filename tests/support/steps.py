@@ -31,11 +31,13 @@ def make_assign(
     sampling: RowSampling | None = None,
     num_prompt_tokens: int | None = None,
     adapter_slot: int | None = None,
+    state_blocks: Sequence[int] = (),
 ) -> AssignRow:
     """A sequence in a row; all of its tokens are prompt unless `num_prompt_tokens` says otherwise."""
     num_prompt_tokens = len(token_ids) if num_prompt_tokens is None else num_prompt_tokens
     tokens, table = int32(token_ids), int32(block_table)
-    return AssignRow(row, tokens, table, sampling or make_sampling(), num_prompt_tokens, adapter_slot)
+    sampling, states = sampling or make_sampling(), int32(state_blocks)
+    return AssignRow(row, tokens, table, sampling, num_prompt_tokens, adapter_slot, state_blocks=states)
 
 
 def make_changes(
@@ -46,8 +48,10 @@ def make_changes(
     reseed: Sequence[ReseedRow] = (),
     set_tokens: Sequence[SetTokens] = (),
     deltas: Sequence[tuple[int, int, int]] = (),
+    state_tables: Sequence[Sequence[int]] = (),
 ) -> RowChanges:
-    return RowChanges(int32(release), tuple(assign), int32(fork, 2), tuple(reseed), tuple(set_tokens), int32(deltas, 3))
+    changed = tuple(assign), int32(fork, 2), tuple(reseed), tuple(set_tokens), int32(deltas, 3)
+    return RowChanges(int32(release), *changed, *((int32(state_tables),) if state_tables else ()))
 
 
 def make_batch(
@@ -75,6 +79,7 @@ def make_step(
     operations: CacheOperations | None = None,
     sealed: SealedBlocks | None = None,
     step_id: int = 1,
+    checkpoints: Sequence[Sequence[int]] = (),
 ) -> Step:
     return Step(
         step_id,
@@ -83,4 +88,5 @@ def make_step(
         changes or make_changes(),
         batch or make_batch(),
         sealed or SealedBlocks(int32(()), np.zeros((0, 32), np.uint8)),
+        *((int32(checkpoints),) if checkpoints else ()),
     )

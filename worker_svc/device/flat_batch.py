@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.states import StatePages
 from worker_svc.device.kv_pool import LayerCaches
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
@@ -46,15 +47,23 @@ class Layout:
         return cls(rows, np.repeat(rows, new), positions, starts, seq_lens, max_query_len, int(seq_lens.max()))
 
 
-def build_model_input(batch: Batch, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
-    """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to."""
+def build_model_input(
+    batch: Batch, rows: Rows, caches: LayerCaches, block_size: int, checkpoints: Int32Array | None = None
+) -> ModelInput:
+    """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to.
+
+    Args:
+        checkpoints: as `Step` has them; those that the batch does not reach are left out.
+    """
     layout = Layout.from_batch(batch)
     if rows.token_ids.device.type == "cpu":
-        return input_on_host(layout, rows, caches, block_size)
+        return input_on_host(layout, rows, caches, block_size, checkpoints)
     return input_on_device(layout, rows, caches, block_size)
 
 
-def input_on_host(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:
+def input_on_host(
+    layout: Layout, rows: Rows, caches: LayerCaches, block_size: int, checkpoints: Int32Array | None = None
+) -> ModelInput:
     """`build_model_input` by numpy, whose operations on a few numbers take a fraction of the time of torch's."""
     by_group, num_blocks = rows.by_group.numpy(), -(-layout.max_seq_len // block_size)
     blocks, offsets = np.divmod(layout.positions, block_size)
@@ -71,7 +80,44 @@ def input_on_host(layout: Layout, rows: Rows, caches: LayerCaches, block_size: i
     of_tokens = rows.adapter_slots[layout.row_of_token]
     adapter_slots = torch.from_numpy(of_tokens) if of_tokens.any() else None
     positions = torch.from_numpy(layout.positions)
-    return caches.inputs(torch.from_numpy(token_ids), positions, groups, adapter_slots)
+    states = None
+    if caches.pages is not None:
+        states = _states_on_host(layout, rows, caches.pages, groups[0], checkpoints)
+    return caches.inputs(torch.from_numpy(token_ids), positions, groups, adapter_slots, states)
+
+
+def _states_on_host(
+    layout: Layout, rows: Rows, pages: Tensor, attention: AttentionMetadata, checkpoints: Int32Array | None
+) -> StatePages:
+    """The states of the rows of the batch, and the checkpoints that it reaches."""
+    if checkpoints is None:
+        checkpoints = np.zeros((0, 2), np.int32)
+    of_tokens, tables = reached_checkpoints(checkpoints, layout.row_of_token, layout.positions, rows.state_blocks)
+    return StatePages(
+        pages,
+        torch.from_numpy(rows.state_tables[layout.rows]),
+        attention.query_start_loc,
+        attention.seq_lens,
+        torch.from_numpy(of_tokens),
+        torch.from_numpy(tables),
+    )
+
+
+def reached_checkpoints(
+    checkpoints: Int32Array, rows: NDArray[np.integer], positions: NDArray[np.integer], state_blocks: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The checkpoints that tokens of these rows and positions reach: for each token the index of the one after it, -1
+    without one; and the blocks of each, [C, state_blocks]."""
+    of_tokens = np.full(np.broadcast_shapes(rows.shape, positions.shape), -1, np.int32)
+    if not len(checkpoints):
+        return of_tokens, np.zeros((0, state_blocks), np.int32)
+    tokens = (rows.astype(np.int64) << 32) + positions
+    lasts = (checkpoints[:, 0].astype(np.int64) << 32) + checkpoints[:, 1] - 1
+    order = np.argsort(lasts)
+    found = order[np.minimum(np.searchsorted(lasts, tokens, sorter=order), len(order) - 1)]
+    is_reached = lasts[found] == tokens
+    of_tokens[is_reached] = np.arange(np.count_nonzero(is_reached))
+    return of_tokens, checkpoints[found[is_reached], 2:]
 
 
 def input_on_device(layout: Layout, rows: Rows, caches: LayerCaches, block_size: int) -> ModelInput:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from kernels.host_memory import collapse, lazy_zeros, populate, release
 from kernels.int8 import line_bytes
+from kernels.states import StatePages
 from quire.model_files.progress import shown_bytes
 from quire.runtime import clock
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
+from worker_svc.device.arena import arena_block_bytes, arena_shape, caches_of, pages_of
 from worker_svc.device.layer_cut import LayerCut, place_layers
 from worker_svc.device.pool_file import PoolFile
 from worker_svc.device.seals import SealInventory
@@ -43,10 +45,12 @@ Fill = Callable[[Tensor, int, int], bool]
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """The cache and the group of each layer of a model."""
+    """The cache and the group of each layer of a model, and the pages of its states."""
 
     kv_caches: tuple[Tensor, ...]
     group_of: tuple[int, ...] = ()
+    pages: Tensor | None = None
+    """[num_blocks, block_bytes] uint8, for a model whose layers keep states."""
 
     def inputs(
         self,
@@ -54,21 +58,24 @@ class LayerCaches:
         positions: Tensor,
         groups: Sequence[AttentionMetadata],
         adapter_slots: Tensor | None = None,
+        states: StatePages | None = None,
     ) -> ModelInput:
-        return ModelInput(token_ids, positions, groups, self.kv_caches, adapter_slots, self.group_of)
+        return ModelInput(token_ids, positions, groups, self.kv_caches, adapter_slots, self.group_of, states)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPool:
     """The tensors of the layers of a group, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] with
     the heads of its `CacheLayer`; in int8 with wider lines. Groups share the tensors, not the blocks. The layers of the
-    draft model, if there is one, follow the model's."""
+    draft model, if there is one, follow the model's. If layers keep states, `gpu` is one tensor, as `arena` describes.
+    """
 
     geometry: PoolGeometry
     gpu: tuple[Tensor, ...]
     host: tuple[Tensor, ...]
     padding_block: int | None = None
-    """An extra block of `gpu` that no sequence has, for keys and values that are computed and not kept."""
+    """The first of the extra blocks of `gpu` that no sequence has, for what is computed and not kept: one block for
+    tokens; if layers keep states, those of a state more."""
     seals: SealInventory | None = None
     """The inventory next to the blocks in their file; None if no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)
@@ -77,9 +84,19 @@ class KvPool:
     def layers_of(self, model: CausalLM) -> LayerCaches:
         """The caches of the model on the device."""
         layers, geometry = model.cache_layers, self.geometry
+        if model.state is not None:
+            (arena,), dtype = self.gpu, self.gpu[0].dtype
+            widths = [(each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype)) for each in layers]
+            caches = caches_of(arena, [(model.lines_per_token, *each) for each in widths])
+            return LayerCaches(caches, (), pages_of(arena))
         places = place_layers(layers, geometry.num_layers, geometry.groups)
-        caches = (_part_of(self.gpu[at.slot], layer, at.part) for layer, at in zip(layers, places, strict=True))
-        return LayerCaches(tuple(caches), tuple(place.group for place in places))
+        parts = (_part_of(self.gpu[at.slot], layer, at.part) for layer, at in zip(layers, places, strict=True))
+        return LayerCaches(tuple(parts), tuple(place.group for place in places))
+
+    def padding_states(self, count: int) -> list[list[int]]:
+        """The blocks of states of `count` rows of the first steps, whose results do not matter. Neighbours differ."""
+        size, first = self.geometry.state_blocks, self.padding_block or 0
+        return [list(range(first + row % 2, first + row % 2 + size)) for row in range(count)]
 
     def of_draft_model(self) -> "KvPool":
         """The layers of its draft model, as a pool of the same blocks."""
@@ -150,7 +167,8 @@ def block_bytes(
     model's."""
     dtype = dtype or model.dtype
     widths = (layer.num_kv_heads * line_width(layer.head_dim, dtype) for layer in layers or model.cache_layers)
-    return model.lines_per_token * block_size * sum(widths) * dtype.itemsize
+    of_tokens = model.lines_per_token * block_size * sum(widths) * dtype.itemsize
+    return of_tokens if model.state is None else arena_block_bytes(of_tokens, model.state)
 
 
 def line_width(head_dim: int, dtype: torch.dtype) -> int:
@@ -269,6 +287,7 @@ def pool_geometry(
         block_bytes=bytes_per_block,
         lines_per_token=model.lines_per_token,
         groups=cut.groups,
+        state_blocks=0 if model.state is None else model.state.num_blocks(bytes_per_block),
     )
 
 
@@ -288,7 +307,7 @@ def allocate_pool(
 
     Args:
         dtype: of keys and values.
-        with_padding: adds a block on the device for keys and values that are computed and not kept.
+        with_padding: adds blocks on the device for what is computed and not kept.
         place: file of a pool on the CPU that may hold blocks already. Without one it is private memory.
         layers: `LayerCut.slots`; None if all have the heads of the geometry.
         draft_model: has further layers.
@@ -296,9 +315,10 @@ def allocate_pool(
     Raises:
         ConfigurationError: there is not enough memory.
     """
+    num_padding = 1 + geometry.state_blocks if with_padding else 0
     gpu_shapes, host_shapes = (
         _layer_shapes(geometry, num_blocks, dtype, layers, draft_model)
-        for num_blocks in (geometry.num_gpu_blocks + with_padding, geometry.num_host_blocks)
+        for num_blocks in (geometry.num_gpu_blocks + num_padding, geometry.num_host_blocks)
     )
     try:
         mapped = None if place is None else place.map(gpu_shapes[0][1], gpu_shapes, dtype)
@@ -397,6 +417,8 @@ def _layer_shapes(
     layers: Sequence[CacheLayer] | None,
     draft_model: CausalLM | None,
 ) -> list[tuple[int, ...]]:
+    if geometry.state_blocks:
+        return [arena_shape(num_blocks, geometry.block_bytes, dtype)]
     if layers is None:
         layers = [CacheLayer(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
     of_draft_model = [] if draft_model is None else [(draft_model.lines_per_token, draft_model.cache_layers)]

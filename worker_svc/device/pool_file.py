@@ -53,6 +53,7 @@ class KvNamespace:
         rank, world_size: which part of the model.
         numerics: The causes of rounding: release, implementation of the model, quantization, kernels and their
             instruction set, torch; and the rotation of a model that has several.
+        state: of layers that keep one, the fields of `StateSize`; empty if there are none.
     """
 
     model: tuple[str, ...]
@@ -67,6 +68,7 @@ class KvNamespace:
     rank: int
     world_size: int
     numerics: tuple[str, ...]
+    state: tuple[int, ...] = ()
 
     def digest(self, num_blocks: int | None = None) -> bytes:
         """32 bytes; with `num_blocks`, the digest for a pool of this number of blocks."""

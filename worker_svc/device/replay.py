@@ -22,14 +22,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.recording import NotRecordableError, record
+from kernels.states import StatePages
 from quire.runtime.settings import ConfigurationError
+from worker_svc.device.flat_batch import reached_checkpoints
 from worker_svc.device.kv_pool import KvPool, LayerCaches, zeros
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import CausalLM, ModelInput, NativeCausalLM
 from worker_svc.sampling.sampler import Drawn, RowDraws
 from worker_svc.sampling.sampling_table import SamplingColumns
-from worker_svc.step import Batch, WorkerLimits
+from worker_svc.step import Batch, Int32Array, WorkerLimits
 
 # Larger batches gain little: the device works longer on each kernel than the host takes to queue it.
 MAX_GRAPH_ROWS = 512
@@ -96,6 +98,8 @@ def make_room(
     max_seq_len: int,
     device: torch.device,
     num_groups: int = 1,
+    state_blocks: int = 0,
+    num_checkpoints: int = 0,
 ) -> ModelInput:
     """Tensors that keep their addresses, which recordings use, for steps of at most `num_tokens` tokens and `num_rows`
     rows. All are zeros, but each row has one token. `num_columns` is the number of blocks of the longest sequence."""
@@ -114,7 +118,17 @@ def make_room(
         for _ in range(num_groups)
     ]
     token_ids, positions, adapter_slots = (zeros((num_tokens,), torch.int64, device) for _ in range(3))
-    return caches.inputs(token_ids, positions, groups, adapter_slots)
+    states = None
+    if caches.pages is not None:
+        states = StatePages(
+            caches.pages,
+            zeros((num_rows, state_blocks), torch.int32, device),
+            query_start_loc,
+            seq_lens,
+            torch.full((num_tokens,), -1, dtype=torch.int32, device=device),
+            zeros((num_checkpoints, state_blocks), torch.int32, device),
+        )
+    return caches.inputs(token_ids, positions, groups, adapter_slots, states)
 
 
 def fill_decodes(room: ModelInput, inputs: ModelInput) -> None:
@@ -294,29 +308,45 @@ class RecordedDecodes:
         """The logits of all rows, [R, vocab] float32."""
         return self._model.finish(self._recorded(inputs))
 
-    def set_rows(self, block_tables: NDArray[np.int32], adapter_slots: NDArray[np.int64]) -> None:
+    def set_rows(
+        self,
+        block_tables: NDArray[np.int32],
+        adapter_slots: NDArray[np.int64],
+        state_tables: NDArray[np.int32],
+        checkpoint_tables: NDArray[np.int32],
+    ) -> None:
         """The rows of the passes that `run` runs next.
 
         Args:
             block_tables: [groups of layers, R, columns], with the blocks of all these passes.
             adapter_slots: [R], as `Rows` has them.
+            state_tables: [R, blocks of a state], the same.
+            checkpoint_tables: [C, blocks of a state].
         """
         (_, num_rows, num_columns), room = block_tables.shape, self._recorded
         for (_, tables), of_group in zip(room.groups, block_tables, strict=True):
             tables[:num_rows, :num_columns] = of_group
         room.query_start_loc[: num_rows + 1] = np.arange(num_rows + 1)
         room.adapter_slots[:num_rows] = adapter_slots
+        if room.states is not None:
+            room.states.set_tables(state_tables, checkpoint_tables)
 
     def run(
-        self, token_ids: NDArray[np.integer], positions: NDArray[np.int64], slots: NDArray[np.int64]
+        self,
+        token_ids: NDArray[np.integer],
+        positions: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        checkpoints: NDArray[np.int32],
     ) -> torch.Tensor:
         """The logits of a token of each row, [R, vocab] float32. All are [R] but `slots` [groups of layers, R], which
-        get its keys and values."""
+        get its keys and values. `checkpoints` are as in `StatePages`."""
         num_rows, room = len(token_ids), self._recorded
         room.token_ids[:num_rows], room.positions[:num_rows] = token_ids, positions
         for (slot_mapping, _), of_group in zip(room.groups, slots, strict=True):
             slot_mapping[:num_rows] = of_group
         np.add(positions, 1, out=room.seq_lens[:num_rows], casting="same_kind")
+        if room.states is not None:
+            room.states.checkpoints[:num_rows] = checkpoints
         return self._model.finish(room.run(num_rows))
 
 
@@ -328,7 +358,8 @@ def make_forward(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         # Recomputed output tokens are rows of their own, and the last token of a prompt is paired with another.
         num_rows = max(_max_batch_rows(limits), limits.max_num_batched_tokens)
         num_tokens = limits.max_num_batched_tokens + limits.max_num_rows
-        return RecordedForward(model, room_for(model, pool, max_model_len, num_tokens=num_tokens, num_rows=num_rows))
+        sizes = {"num_tokens": num_tokens, "num_rows": num_rows, "num_checkpoints": num_tokens}
+        return RecordedForward(model, room_for(model, pool, max_model_len, **sizes))
     except NotRecordableError as reason:
         _logger.debug("operations of the model run one by one: %s", reason)
         return model
@@ -340,7 +371,8 @@ def make_decodes(model: CausalLM, pool: KvPool, max_model_len: int, limits: Work
         return None
     try:
         num_rows = _max_batch_rows(limits)
-        room = room_for(model, pool, max_model_len, num_tokens=num_rows, num_rows=num_rows)
+        sizes = {"num_tokens": num_rows, "num_rows": num_rows, "num_checkpoints": num_rows * limits.max_passes}
+        room = room_for(model, pool, max_model_len, **sizes)
         return RecordedDecodes(model, room)
     except NotRecordableError:
         return None
@@ -355,6 +387,24 @@ def _is_recordable(model: CausalLM) -> TypeGuard[NativeCausalLM]:
     return isinstance(model, NativeCausalLM) and model.device.type == "cpu" and model.ranks.is_recordable
 
 
+class RoomForStates:
+    """The states of the rows in a recording's room, as arrays."""
+
+    def __init__(self, states: StatePages) -> None:
+        self._tables, self._checkpoint_tables = states.tables.numpy(), states.checkpoint_tables.numpy()
+        self.checkpoints = states.checkpoints.numpy()
+
+    def set_tables(self, tables: NDArray[np.int32], checkpoint_tables: NDArray[np.int32]) -> None:
+        """Takes the blocks of some rows' states and of checkpoints, [R, S] and [C, S]."""
+        self._tables[: len(tables)] = tables
+        self._checkpoint_tables[: len(checkpoint_tables)] = checkpoint_tables
+
+    def set(self, states: StatePages) -> None:
+        """Takes all of these rows."""
+        self.set_tables(states.tables.numpy(), states.checkpoint_tables.numpy())
+        self.checkpoints[: len(states.checkpoints)] = states.checkpoints.numpy()
+
+
 class RecordedForward:
     """Runs a model's layers from a recording, on tensors to which each step's input is copied.
 
@@ -365,6 +415,7 @@ class RecordedForward:
     Attributes:
         token_ids, positions, adapter_slots, query_start_loc, seq_lens: the room, as arrays.
         groups: the slot mapping and the block tables of each group of layers, as arrays.
+        states: of the rows, if layers keep them.
 
     Raises:
         NotRecordableError: the layers compute something that is not an operation of the library.
@@ -392,6 +443,7 @@ class RecordedForward:
         self.adapter_slots = room.adapter_slots.numpy()
         self.groups = [(each.slot_mapping.numpy(), each.block_tables.numpy()) for each in room.groups]
         self.query_start_loc, self.seq_lens = room.groups[0].query_start_loc.numpy(), room.groups[0].seq_lens.numpy()
+        self.states = None if room.states is None else RoomForStates(room.states)
 
     @torch.inference_mode()
     def __call__(self, inputs: ModelInput) -> torch.Tensor:
@@ -405,6 +457,8 @@ class RecordedForward:
             tables[:num_rows, : group.block_tables.shape[1]] = group.block_tables
         self.query_start_loc[: num_rows + 1] = attention.query_start_loc
         self.seq_lens[:num_rows] = attention.seq_lens
+        if self.states is not None and inputs.states is not None:
+            self.states.set(inputs.states)
         self._recording.run(num_tokens, num_rows)
         return self._output[:num_tokens]
 
@@ -417,11 +471,14 @@ class RecordedForward:
         return self._output[:num_rows]
 
 
-def room_for(model: CausalLM, pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int) -> ModelInput:
+def room_for(
+    model: CausalLM, pool: KvPool, max_model_len: int, *, num_tokens: int, num_rows: int, num_checkpoints: int = 0
+) -> ModelInput:
     """The room of a recording on the CPU, over the pool of all steps."""
     num_columns, num_groups = pool.geometry.blocks_for(max_model_len), pool.geometry.groups.num_groups
-    caches = pool.layers_of(model)
-    return make_room(num_tokens, num_rows, num_columns, caches, max_model_len, torch.device("cpu"), num_groups)
+    caches, state_blocks = pool.layers_of(model), pool.geometry.state_blocks
+    sizes = num_groups, state_blocks, num_checkpoints
+    return make_room(num_tokens, num_rows, num_columns, caches, max_model_len, torch.device("cpu"), *sizes)
 
 
 class DecodeRun:
@@ -444,12 +501,14 @@ class DecodeRun:
         starts: NDArray[np.int64],
         num_passes: int,
         block_size: int,
+        checkpoints: Int32Array,
     ) -> None:
         """
         Args:
             chosen: [n], which of `rows`. They have blocks for all passes.
             columns: of these, which need only a draw from their logits.
             starts: [n], the position of the token of each that the first pass computes.
+            checkpoints: as `Step` has them.
         """
         self.num_left = num_passes
         self._decodes, self._token_ids = decodes, rows.token_ids.numpy()
@@ -461,14 +520,18 @@ class DecodeRun:
         self._slots = slots.transpose(0, 2, 1)
         self._draws = RowDraws.from_columns(columns, starts + 1, num_passes)
         held = tables[self._rows, : int(blocks.max()) + 1].transpose(2, 0, 1)
-        decodes.set_rows(held, rows.adapter_slots[self._rows])
+        self._checkpoints, used = reached_checkpoints(
+            checkpoints, self._rows[None], self._positions[:-1], rows.state_blocks
+        )
+        decodes.set_rows(held, rows.adapter_slots[self._rows], rows.state_tables[self._rows], used)
 
     def next(self) -> Drawn:
         """Runs a pass, and appends the drawn tokens to the rows."""
         index = len(self._slots) - self.num_left
         self.num_left -= 1
         positions, after = self._positions[index : index + 2]
-        logits = self._decodes.run(self._token_ids[self._rows, positions], positions, self._slots[index])
+        token_ids, checkpoints = self._token_ids[self._rows, positions], self._checkpoints[index]
+        logits = self._decodes.run(token_ids, positions, self._slots[index], checkpoints)
         drawn = self._draws.draw(logits, index)
         self._token_ids[self._rows, after] = drawn.token_ids.numpy()
         return drawn

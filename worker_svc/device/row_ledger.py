@@ -57,6 +57,9 @@ class RowLedger:
         self._num_blocks = np.zeros(rows, dtype=np.int64)
         self._num_unsure = np.zeros(rows, dtype=np.int64)
         self._num_drafts = np.zeros(rows, dtype=np.int64)
+        # The number of prompt tokens, and the blocks of the state, if layers keep states.
+        self._num_prompt_tokens = np.zeros(rows, dtype=np.int64)
+        self._state_tables = np.zeros((rows, pool.state_blocks), dtype=np.int32)
         # Another number for each sequence that a row holds.
         self._sequences = np.zeros(rows, dtype=np.int64)
         self._num_sequences = 0
@@ -96,11 +99,11 @@ class RowLedger:
         """
         max_forked = None
         if step.row_changes.are_none:
-            written = self._check_batch(step.batch)
+            written = self._check_batch(step.batch, step.checkpoints)
         else:
             with self._unchanged_on_error(step.row_changes):
                 max_forked = self._change_rows(step.row_changes)
-                written = self._check_batch(step.batch)
+                written = self._check_batch(step.batch, step.checkpoints)
         samplers = step.batch.samples[:, 0]
         self._num_tokens[samplers[self._draws[samplers]]] += 1
         if len(step.batch.max_drafts):
@@ -157,6 +160,10 @@ class RowLedger:
         for change in changes.set_tokens:
             self._set_tokens(change)
         self._extend_tables(changes.block_table_deltas)
+        if len(changes.state_tables):
+            rows = changes.state_tables[:, 0]
+            self._require_held(rows, "state_tables")
+            self._state_tables[rows] = changes.state_tables[:, 1:]
         return max_forked
 
     def _assign(self, assign: AssignRow) -> None:
@@ -173,6 +180,8 @@ class RowLedger:
         self._num_sequences += 1
         self._sequences[row] = self._num_sequences
         self._num_blocks[row] = len(assign.block_table)
+        self._num_prompt_tokens[row] = assign.num_prompt_tokens
+        self._state_tables[row] = assign.state_blocks
         self._tables[row, : len(assign.block_table)] = assign.block_table
 
     def _fork(self, pairs: Int32Array) -> tuple[int, int]:
@@ -214,7 +223,7 @@ class RowLedger:
             )
         self._num_blocks[:] = lengths
 
-    def _check_batch(self, batch: Batch) -> Int32Array:
+    def _check_batch(self, batch: Batch, checkpoints: Int32Array) -> Int32Array:
         """Checks that rows hold the tokens to compute and the blocks to write; returns these blocks."""
         rows = batch.rows
         self._require_held(rows, "batch.rows")
@@ -235,8 +244,38 @@ class RowLedger:
                 f"{self._num_blocks[rows[worst]]} blocks holds {room[worst]}",
             )
         written = self._written_blocks(rows, batch.num_computed_tokens, reach)
+        if self._state_tables.shape[1]:
+            self._check_states(batch, checkpoints, reach)
+            written = np.concatenate((written, self._state_tables[rows].ravel(), checkpoints[:, 2:].ravel()))
         check_distinct(written, "batch", "block", "among the blocks that its rows write")
         return written
+
+    def _check_states(self, batch: Batch, checkpoints: Int32Array, reach: NDArray[np.int64]) -> None:
+        """Checks that no token would be computed together with the token before it, which would count twice in the
+        state, and that the batch computes the last token of each checkpoint."""
+        rows, computed = batch.rows, batch.num_computed_tokens
+        is_lone = (batch.num_new_tokens == 1) & (computed > 0) & (computed < self._num_prompt_tokens[rows])
+        if (worst := first_true(is_lone)) is not None:
+            raise invalid_field(
+                "batch.num_new_tokens",
+                f"takes one prompt token of row {rows[worst]}, after {computed[worst]}; the layers of this model keep "
+                "states, which need it with another one",
+            )
+        if not len(checkpoints):
+            return
+        of_rows, lengths = checkpoints[:, 0], checkpoints[:, 1]
+        firsts, lasts = np.zeros_like(self._num_tokens), np.zeros_like(self._num_tokens)
+        firsts[rows], lasts[rows] = computed, reach
+        if (worst := first_true((lengths <= firsts[of_rows]) | (lengths > lasts[of_rows]))) is not None:
+            raise invalid_field(
+                "checkpoints",
+                f"names {lengths[worst]} tokens of row {of_rows[worst]}; the batch computes tokens "
+                f"{firsts[of_rows[worst]]} to {lasts[of_rows[worst]]} of it",
+            )
+        places = np.sort((of_rows.astype(np.int64) << 32) + lengths)
+        if (worst := first_true(places[1:] == places[:-1])) is not None:
+            row, length = divmod(int(places[worst]), 1 << 32)
+            raise invalid_field("checkpoints", f"names {length} tokens of row {row} twice")
 
     def _reach(self, batch: Batch, ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Maximum length of each row after the step, with its drafts and with unverified earlier ones."""
@@ -294,6 +333,8 @@ class RowLedger:
             self._num_drafts,
             self._num_blocks,
             self._adapter_loads,
+            self._num_prompt_tokens,
+            self._state_tables,
         )
 
     def _require_sure(self, rows: NDArray[np.integer], field: str) -> None:

@@ -31,7 +31,13 @@ class Rows:
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, max_blocks: int, device: torch.device, num_groups: int = 1
+        self,
+        num_rows: int,
+        max_model_len: int,
+        max_blocks: int,
+        device: torch.device,
+        num_groups: int = 1,
+        state_blocks: int = 0,
     ) -> None:
         self.token_ids = zeros((num_rows, max_model_len + 1), torch.int32, device)
         self.block_tables = zeros((num_rows, max_blocks * num_groups), torch.int32, device)
@@ -39,6 +45,8 @@ class Rows:
         self.sampling = SamplingColumns.empty(num_rows)
         self.adapter_slots = np.zeros(num_rows, np.int64)
         """The slot of each row's adapter from 1 on, on the host; 0 for none."""
+        self.state_blocks, self.state_tables = state_blocks, np.zeros((num_rows, state_blocks), np.int32)
+        """[rows, state_blocks], the blocks of each row's state, on the host."""
 
     def hold_padding(self, row: int, block: int) -> None:
         """Makes a row that no step names hold a single token 0 in this block."""
@@ -62,6 +70,8 @@ class Rows:
         if len(changes.block_table_deltas):
             rows, indices, block_ids = changes.block_table_deltas.T
             self._scatter(self.block_tables, rows, indices, block_ids)
+        if len(changes.state_tables):
+            self.state_tables[changes.state_tables[:, 0]] = changes.state_tables[:, 1:]
 
     def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
         """Writes sampled tokens, each at a position of its row. All are [n] int64 on the device."""
@@ -73,6 +83,7 @@ class Rows:
         for each in assigned:
             self.sampling.put(each.row, each.sampling, each.num_prompt_tokens)
             self.adapter_slots[each.row] = 0 if each.adapter_slot is None else each.adapter_slot + 1
+            self.state_tables[each.row] = each.state_blocks
         zeros = [0] * len(assigned)
         rows = [each.row for each in assigned]
         self._write_runs(self.token_ids, rows, zeros, [each.token_ids for each in assigned])
@@ -83,7 +94,8 @@ class Rows:
             return
         num_tokens, num_blocks = (None, None) if max_forked is None else max_forked
         self.sampling.copy_rows(pairs[:, 0], pairs[:, 1])
-        self.adapter_slots[pairs[:, 1]] = self.adapter_slots[pairs[:, 0]]
+        for of_row in (self.adapter_slots, self.state_tables):
+            of_row[pairs[:, 1]] = of_row[pairs[:, 0]]
         held = (self.token_ids[:, :num_tokens], self.block_tables[:, :num_blocks])
         if self.token_ids.is_cpu:
             for array in map(Tensor.numpy, held):

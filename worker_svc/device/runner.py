@@ -283,8 +283,9 @@ class ModelRunner:
         # The row after the rows of steps pads batches.
         self._padding_row = limits.max_num_rows
         max_blocks = pool.geometry.blocks_for(geometry.max_model_len)
-        num_groups = pool.geometry.groups.num_groups
-        self._rows = Rows(limits.max_num_rows + 1, geometry.max_model_len, max_blocks, model.device, num_groups)
+        num_groups, state_blocks = pool.geometry.groups.num_groups, pool.geometry.state_blocks
+        sizes = limits.max_num_rows + 1, geometry.max_model_len, max_blocks
+        self._rows = Rows(*sizes, model.device, num_groups, state_blocks)
         self._caches = pool.layers_of(model)
         self._shapes = GraphShapes.up_to(limits.max_num_rows, geometry.max_model_len)
         self._graphs: DecodeGraphs | None = None
@@ -302,6 +303,8 @@ class ModelRunner:
         self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
+        # Those of the step that runs.
+        self._checkpoints = _NO_CHANGES.state_tables
 
     def predict_passes(self, times: PassTimes) -> None:
         """Uses these predictions of passes from now on, and reports the time of passes to them."""
@@ -363,6 +366,7 @@ class ModelRunner:
         if self._drafts is not None:
             self._drafts.release_rows(step.row_changes.release)
         self._rows.apply_row_changes(step.row_changes, admitted.max_forked)
+        self._checkpoints = step.checkpoints
         stopwatch.mark()
 
         if self._drafts is not None:
@@ -434,7 +438,8 @@ class ModelRunner:
             return None
         num_passes = min(batch.max_passes, 1 + int(batch.max_drafts.min()))
         starts = drafts.num_tokens(batch.rows) - 1
-        return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, self._pool.geometry.block_size)
+        block_size, checkpoints = self._pool.geometry.block_size, self._checkpoints
+        return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, block_size, checkpoints)
 
     def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass", drafts: Drafts) -> "_Pass":
         """One pass of `_plain_run`. Its rows and their parameters are the same as in the step's first pass."""
@@ -470,7 +475,8 @@ class ModelRunner:
             num_prompt_tokens = self._rows.sampling.num_prompt_tokens
             if (split := split_outputs(batch, num_prompt_tokens, places)) is not None:
                 batch, places = split
-            lone = find_lone_tokens(batch, num_prompt_tokens)
+            # With states there is none, since a token that is computed twice would count twice.
+            lone = find_lone_tokens(batch, num_prompt_tokens) if self._model.state is None else None
         samples = plan_samples(batch, places)
         masks_made = None
         if self._matchers is not None:
@@ -544,7 +550,8 @@ class ModelRunner:
         return self._run_model(inputs)[torch.from_numpy(np.delete(np.arange(new.sum()), firsts))]
 
     def _model_input(self, batch: Batch) -> ModelInput:
-        return build_model_input(batch, self._rows, self._caches, self._pool.geometry.block_size)
+        block_size = self._pool.geometry.block_size
+        return build_model_input(batch, self._rows, self._caches, block_size, self._checkpoints)
 
     def _change_logits(
         self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns, masks: Masks | None

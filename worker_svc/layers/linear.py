@@ -81,6 +81,25 @@ class HeadOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """Outputs of a checkpoint's layer that lie in runs, with outputs of other parts between them.
+
+    Attributes:
+        run: outputs of each run.
+        distance: outputs from the beginning of a run to the beginning of the next one.
+    """
+
+    run: int
+    distance: int
+
+    def runs(self, outputs: Shard, first: int) -> Iterator[Shard]:
+        """The places of some of the outputs, which are whole runs. `first` is the place of the first run."""
+        for start in range(outputs.start, outputs.end, self.run):
+            place = first + start // self.run * self.distance
+            yield Shard(place, place + self.run)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearPart:
     """A linear layer of the checkpoint, by the name of its module.
 
@@ -91,6 +110,9 @@ class LinearPart:
         of: outputs of the checkpoint's layer; None if these are all.
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
         order: of the outputs of heads, if it is not the same as in `ops.rotary`.
+        spread: of the outputs from `first` on; None if they are neighbours.
+        scale: factor on the outputs.
+        input_scale: factor on the input.
     """
 
     name: str
@@ -101,6 +123,14 @@ class LinearPart:
     of: int | None = None
     order: HeadOrder | None = None
     apart: str | None = None
+    spread: Spread | None = None
+    scale: float = 1.0
+    input_scale: float = 1.0
+
+    @property
+    def weight_scale(self) -> float:
+        """Factor on the weights of the checkpoint; that on the biases is `scale`."""
+        return self.scale * self.input_scale
 
 
 class Linear(Loadable):
@@ -166,12 +196,12 @@ class Linear(Loadable):
             stored = None if weight is None else tensors.read(self._weight_spec(part))
             stored = stored.t() if stored is not None and self._input_major else stored
             stored_bias = tensors.read(self._bias_spec(part)) if self._has_bias else None
-            for _, shard in group:
+            for part, shard in group:
                 end = start + shard.size
                 if weight is not None and stored is not None:
-                    weight[start:end] = stored[shard.slice, inputs.slice]
+                    weight[start:end] = _scaled(stored[shard.slice, inputs.slice], part.weight_scale)
                 if bias is not None and stored_bias is not None:
-                    bias[start:end] = stored_bias[shard.slice]
+                    bias[start:end] = _scaled(stored_bias[shard.slice], part.scale)
                 start = end
         if coded is not None:
             self._product = make_coded_product(coded, bias, self._activation, self._placement)
@@ -186,7 +216,7 @@ class Linear(Loadable):
         """The weights as the file has them, joined where neighbours are of one kind; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
-        if not inputs.size or self._input_major:
+        if not inputs.size or self._input_major or any(part.weight_scale != 1 for part in self._parts):
             return None
         if not ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             return None
@@ -266,7 +296,7 @@ class Linear(Loadable):
                 found.append(None)
                 continue
             b = torch.cat([each.b[shard.slice] for shard in self._outputs_of_rank(part)])
-            found.append(LowRank(each.a[:, inputs.slice], b, each.scale))
+            found.append(LowRank(each.a[:, inputs.slice], b, each.scale * part.weight_scale))
         return found
 
     def _inputs_of_rank(self) -> Shard:
@@ -278,9 +308,14 @@ class Linear(Loadable):
         is_split = self._split is Split.OUTPUTS
         shard = self._placement.ranks.shard(width, part.num_shards) if is_split else Shard(0, width)
         for segment in range(part.segments):
-            start = part.first + segment * width
+            start = segment * width
             outputs = Shard(start + shard.start, start + shard.end)
-            yield from (outputs,) if part.order is None else part.order.runs(outputs)
+            if part.spread is None:
+                runs = iter((Shard(part.first + outputs.start, part.first + outputs.end),))
+            else:
+                runs = part.spread.runs(outputs, part.first)
+            for run in runs:
+                yield from (run,) if part.order is None else part.order.runs(run)
 
     def _weight_spec(self, part: LinearPart) -> TensorSpec:
         shape = (part.of or part.out_features, self._in_features)
@@ -288,3 +323,7 @@ class Linear(Loadable):
 
     def _bias_spec(self, part: LinearPart) -> TensorSpec:
         return TensorSpec(f"{part.name}.bias", (part.of or part.out_features,))
+
+
+def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
+    return stored if factor == 1 else stored.float() * factor

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from kernels.states import StatePages
 from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.adapted_products import TokenSlots
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead
 from worker_svc.layers.linear import Linear, LinearPart, Split
+from worker_svc.layers.state_layer import StateSize
 from worker_svc.weights import Placement
 
 
@@ -28,6 +30,7 @@ class ModelInput:
             `cache_layers`. The model writes the keys and values, or latents, of the new tokens into their slots.
         adapter_slots: as in `TokenSlots`.
         group_of: for each of `kv_caches` the index of its group; empty if all are in one.
+        states: the states of the rows, which the model changes; None if its layers keep none.
     """
 
     token_ids: torch.Tensor
@@ -36,12 +39,16 @@ class ModelInput:
     kv_caches: Sequence[torch.Tensor]
     adapter_slots: torch.Tensor | None = None
     group_of: Sequence[int] = ()
+    states: StatePages | None = None
 
     @property
     def attention(self) -> Sequence[AttentionMetadata]:
         """The metadata of each of `kv_caches`."""
-        group_of = self.group_of or [0] * len(self.kv_caches)
-        return [self.groups[group] for group in group_of]
+        return [self.attention_of(index) for index in range(len(self.kv_caches))]
+
+    def attention_of(self, index: int) -> AttentionMetadata:
+        """The metadata of one of `kv_caches`."""
+        return self.groups[self.group_of[index] if self.group_of else 0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ class CausalLM(nn.Module):
     Attributes:
         architecture: its name in config.json.
         cache_layers: one for each layer that has keys of its own; a layer that reads another's has none.
+        state: of each sequence, of the layers that keep something else than keys; None if there are none.
         lines_per_token: lines of a token and head in the pool: a key and a value, or 1 for a latent, which is both.
         vocab_size: width of the logits of all ranks together.
         max_model_len: number of positions that the model supports.
@@ -113,12 +121,14 @@ class CausalLM(nn.Module):
         max_model_len: int,
         lines_per_token: int = 2,
         cache_layers: Sequence[CacheLayer] | None = None,
+        state: StateSize | None = None,
     ) -> None:
         """`num_layers`, `num_kv_heads` and `head_dim` describe `cache_layers` that are all alike, without a window."""
         super().__init__()
         self.lines_per_token = lines_per_token
         alike = (CacheLayer(num_kv_heads, head_dim),) * num_layers
         self.cache_layers = alike if cache_layers is None else tuple(cache_layers)
+        self.state = state
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.rotation: RotationByLength | None = None

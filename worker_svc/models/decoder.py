@@ -4,13 +4,14 @@ LLaMA and the families that differ from it by configuration are rows of the tabl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from kernels import ops
+from kernels.states import StateUnits
 from worker_svc.layers.altup import AltUpConfig, AltUpLayer, AltUpStreams
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import (
@@ -26,8 +27,9 @@ from worker_svc.layers.embedding_norm import (
 )
 from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsBesideMlp, ExpertsConfig, Mlp
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
-from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split
+from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split, Spread
 from worker_svc.layers.per_layer_inputs import PerLayerConfig, PerLayerGate, PerLayerInputs
+from worker_svc.layers.state_layer import StateConfig, StateLayer, StateLayout, StateSize
 from worker_svc.models.base import (
     CacheLayer,
     ConfigFields,
@@ -76,6 +78,15 @@ class DecoderConfig:
     """Layers whose values are their keys, before the norms of both."""
     norms_values: bool = False
     """Whether each head of the values has a norm, without weights."""
+    state: StateConfig | None = None
+    """The sizes of layers that keep a state for each sequence, and no keys."""
+    state_layers: frozenset[int] = frozenset()
+    """These layers. With them, all layers of attention are alike and see the whole context."""
+    mlp_layers: frozenset[int] = frozenset()
+    """Layers that are only an MLP, or experts."""
+    layers_without_mlp: frozenset[int] = frozenset()
+    states_beside_attention: bool = False
+    """Whether these layers attend, too; the results are added."""
     experts: ExpertsConfig | None = None
     intermediate_sizes: tuple[int, ...] | None = None
     """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
@@ -83,6 +94,17 @@ class DecoderConfig:
     """As in `Mlp`, of each layer."""
     mlp_names: tuple[str, ...] = GATE_UP_DOWN
     """As in `Mlp`."""
+    mlp_module: str = "mlp"
+    """The name of the MLP in the layer."""
+    final_norm: str = "norm"
+    """The name of the norm after all layers."""
+    attention_module: str = "self_attn"
+    """The name of attention in the layer."""
+    output_module: str = "o_proj"
+    """The name of the output layer of attention."""
+    gates_attention: bool = False
+    """Whether attention's output is multiplied by the sigmoid of gates, which the checkpoint has behind the queries of
+    each head."""
     merged_qkv: bool = False
     """Whether the checkpoint has query, key and value in one layer."""
     head_bias: bool = False
@@ -109,6 +131,11 @@ class DecoderConfig:
     norms_rotated_heads: bool = False
     """Whether query and key are rotated before their norms."""
 
+    qkv_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on the input of attention and on the keys, before they are rotated."""
+    attention_output_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """As in `Mlp`."""
     qkv_limit: float | None = None
     """The largest absolute value of queries, keys and values, which are clamped before they are rotated."""
     sliding_rope: RopeConfig | None = None
@@ -161,14 +188,27 @@ class DecoderConfig:
         return self.full_heads if is_full and self.full_heads is not None else (self.num_kv_heads, self.head_dim)
 
     @property
-    def num_cache_layers(self) -> int:
-        """The number of layers with keys of their own: the first ones."""
-        return self.num_layers - self.num_shared_layers
+    def key_layers(self) -> tuple[int, ...]:
+        """The layers with keys of their own."""
+        without = self.mlp_layers | (frozenset() if self.states_beside_attention else self.state_layers)
+        return tuple(index for index in range(self.num_layers - self.num_shared_layers) if index not in without)
 
-    def cache_of(self, index: int) -> int:
-        """The layer whose keys a layer reads."""
-        window, count = self.sliding_windows[index], self.num_cache_layers
-        return index if index < count else max(i for i in range(count) if self.sliding_windows[i] == window)
+    def reads_keys_of(self, index: int) -> int:
+        """The layer whose keys a layer reads, as an index of `key_layers`."""
+        layers, window = self.key_layers, self.sliding_windows[index]
+        if index in layers:
+            return layers.index(index)
+        return max(number for number, each in enumerate(layers) if self.sliding_windows[each] == window)
+
+    @property
+    def state_size(self) -> StateSize | None:
+        """The state of a sequence; None if no layer keeps one."""
+        return None if self.state is None else StateLayout(self.state.state_shapes).size(len(self.state_layers))
+
+    def state_units(self, index: int) -> list[StateUnits]:
+        """Where the parts of the state of a layer that keeps one are."""
+        assert self.state is not None
+        return StateLayout(self.state.state_shapes).units(sum(each < index for each in self.state_layers))
 
     @property
     def head_order(self) -> HeadOrder | None:
@@ -237,7 +277,7 @@ class DecoderLayer(nn.Module):
     """One decoder layer, number `index`. `rotation` is None if its query and key are not rotated.
 
     Attributes:
-        cache: the layer whose keys it reads.
+        cache: the number of the layer whose keys it reads, among those with keys; None if it keeps a state.
     """
 
     def __init__(self, index: int, config: DecoderConfig, rotation: Rotation | None, placement: Placement) -> None:
@@ -245,22 +285,31 @@ class DecoderLayer(nn.Module):
         name = f"model.layers.{index}"
         hidden = config.hidden_size
         self._rotation = rotation
-        self.cache = config.cache_of(index)
-        self._writes_keys = self.cache == index
+        self.state: StateLayer | None = None
+        self._sum = NoNorm()
+        is_state = config.state is not None and index in config.state_layers
+        self.is_mlp, self.has_mlp = index in config.mlp_layers, index not in config.layers_without_mlp
+        attends = not self.is_mlp and (not is_state or config.states_beside_attention)
+        self.cache = config.reads_keys_of(index) if attends else None
+        self._writes_keys = index in config.key_layers
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
-        self.attention_norm = make_norm(name, config.attention_norm, config, placement)
+        self.attention_norm = make_norm(name, None if self.is_mlp else config.attention_norm, config, placement)
         self.latent: LatentAttention | None = None
-        if config.latent is None:
+        if config.state is not None and is_state:
+            self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
+        if not attends:
+            pass
+        elif config.latent is None:
             self._add_heads(index, name, config, placement)
         else:
             scale = config.latent.query_dim**-0.5 if config.attention_scale is None else config.attention_scale
             self.latent = LatentAttention(
-                f"{name}.self_attn", config.latent, config.num_heads, hidden, scale, placement
+                f"{name}.{config.attention_module}", config.latent, config.num_heads, hidden, scale, placement
             )
         self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
-        self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
-        self.mlp = self._make_mlp(index, name, config, placement)
+        self.mlp_norm = make_norm(name, config.mlp_norm if self.has_mlp else None, config, placement)
+        self.mlp = self._make_mlp(index, name, config, placement) if self.has_mlp else nn.Identity()
         self.experts: ExpertsBesideMlp | None = None
         if config.experts is not None and config.experts.beside_mlp is not None:
             sizes = (hidden, config.activation, config.norm_eps)
@@ -278,13 +327,13 @@ class DecoderLayer(nn.Module):
         hidden, of_key, head_dim = config.hidden_size, *config.heads_of(index)
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, of_key)
         self.qkv = Linear(
-            self._parts_of_heads(index, f"{name}.self_attn", config, placement),
+            self._parts_of_heads(index, f"{name}.{config.attention_module}", config, placement),
             hidden,
             bias=config.qkv_bias,
             placement=placement,
             split=Split.OUTPUTS,
         )
-        norms = self._make_head_norms(f"{name}.self_attn", of_key, head_dim, config, placement)
+        norms = self._make_head_norms(f"{name}.{config.attention_module}", of_key, head_dim, config, placement)
         self.head_norms = nn.ModuleList(norms if self._writes_keys else norms[:1])
         has_norm = config.norms_values and self._writes_keys
         self.value_norm = UnitNorm(head_dim, config.norm_eps, placement) if has_norm else None
@@ -296,10 +345,19 @@ class DecoderLayer(nn.Module):
             values_are_keys=index in config.values_are_keys,
             sliding_window=config.sliding_windows[index],
             soft_cap=config.soft_cap,
-            sinks=Numbers(f"{name}.self_attn.sinks", config.num_heads, placement) if config.has_sinks else None,
+            sinks=Numbers(f"{name}.{config.attention_module}.sinks", config.num_heads, placement)
+            if config.has_sinks
+            else None,
         )
+        self._num_gates = num_heads * head_dim if config.gates_attention else 0
         self.attention_output = Linear(
-            [LinearPart(f"{name}.self_attn.o_proj", hidden)],
+            [
+                LinearPart(
+                    f"{name}.{config.attention_module}.{config.output_module}",
+                    hidden,
+                    scale=config.attention_output_scale,
+                )
+            ],
             config.num_heads * head_dim,
             bias=config.attention_output_bias,
             placement=placement,
@@ -312,13 +370,18 @@ class DecoderLayer(nn.Module):
         num_kv_heads, head_dim = config.heads_of(index)
         query, key = config.num_heads * head_dim, num_kv_heads * head_dim
         kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
+        of_input, of_key = config.qkv_scales
         parts = [
-            LinearPart(f"{name}.q_proj", query, order=order),
-            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order),
-            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
+            LinearPart(f"{name}.q_proj", query, order=order, input_scale=of_input),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=of_key, input_scale=of_input),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, input_scale=of_input),
         ]
-        if config.cache_of(index) != index:
+        if index not in config.key_layers:
             return parts[:1]
+        if config.gates_attention:
+            spread = Spread(head_dim, 2 * head_dim)
+            query_and_gate = replace(parts[0], of=2 * query, spread=spread)
+            return [replace(query_and_gate, first=head_dim, order=None), query_and_gate, *parts[1:]]
         if not config.merged_qkv:
             return parts[:2] if index in config.values_are_keys else parts
         firsts = (0, query, query + key)
@@ -354,7 +417,7 @@ class DecoderLayer(nn.Module):
         if experts is not None and index not in experts.dense_layers and experts.beside_mlp is None:
             return Experts(name, experts, config.hidden_size, config.activation, placement)
         return Mlp(
-            f"{name}.mlp",
+            f"{name}.{config.mlp_module}",
             config.hidden_size,
             config.intermediate_size if config.intermediate_sizes is None else config.intermediate_sizes[index],
             config.activation,
@@ -362,6 +425,7 @@ class DecoderLayer(nn.Module):
             bias=config.mlp_bias,
             names=config.mlp_names,
             sparsity=0.0 if config.sparsities is None else config.sparsities[index],
+            scales=config.mlp_scales,
         )
 
     def attend(
@@ -372,7 +436,10 @@ class DecoderLayer(nn.Module):
             assert self._rotation is not None
             table = self._rotation.table
             return self.attention_output_norm(self.latent(x, positions, table, kv_cache, metadata))
-        query, key, value = self.attention.split(self.qkv(x))
+        gate, qkv = None, self.qkv(x)
+        if self._num_gates:
+            gate, qkv = qkv[:, : self._num_gates], qkv[:, self._num_gates :]
+        query, key, value = self.attention.split(qkv)
         if not self._norms_rotated:
             query, key = self._normed(query, key)
         if self.value_norm is not None:
@@ -393,7 +460,23 @@ class DecoderLayer(nn.Module):
             if self._writes_keys:
                 ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
             attended = self.attention.attend(query, kv_cache, metadata)
+        if gate is not None:
+            width = attended.shape[1]
+            attended = ops.gated_norm(attended, gate, None, 1.0, width, norm_first=True, activation="sigmoid")
         return self.attention_output_norm(self.attention_output(attended))
+
+    def mix(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """The first half of the layer, by attention or by its state: x [T, hidden], after the norm -> what is added to
+        the residual stream, [T, hidden]."""
+        found: torch.Tensor | None = None
+        if self.state is not None:
+            assert inputs.states is not None, "the states of the rows"
+            found = self.state(x, inputs.states)
+            if self.cache is None:
+                return self.attention_output_norm(found)
+        assert self.cache is not None
+        attended = self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
+        return attended if found is None else self._sum.add(found, attended)[0]
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.head_norms:
@@ -435,7 +518,7 @@ class Decoder(NativeCausalLM):
     base_prefix = "model."
 
     def __init__(self, architecture: str, config: DecoderConfig, placement: Placement) -> None:
-        heads = [config.heads_of(index) for index in range(config.num_cache_layers)]
+        layers = [(*config.heads_of(index), config.sliding_windows[index]) for index in config.key_layers]
         super().__init__(
             placement,
             num_layers=config.num_layers,
@@ -446,8 +529,9 @@ class Decoder(NativeCausalLM):
             lines_per_token=2 if config.latent is None else 1,
             cache_layers=[
                 CacheLayer(heads_of_rank(placement.ranks, config.num_heads, count)[1], head_dim, window)
-                for (count, head_dim), window in zip(heads, config.sliding_windows, strict=False)
+                for count, head_dim, window in layers
             ],
+            state=config.state_size,
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None
@@ -462,10 +546,10 @@ class Decoder(NativeCausalLM):
         own_sizes = () if config.per_layer is None else (config.per_layer.size,) * config.num_layers
         self._embedded_sizes = (hidden, *own_sizes)
         rotations = _rotations(config, placement)
-        layers = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
-        self.layers = nn.ModuleList(layers)
-        self.norm = make_norm("model", "norm", config, placement)
-        self._norms = [*(layer.attention_norm for layer in layers), self.norm]
+        decoders = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
+        self.layers = nn.ModuleList(decoders)
+        self.norm = make_norm("model", config.final_norm, config, placement)
+        self._norms = [*(each.mlp_norm if each.is_mlp else each.attention_norm for each in decoders), self.norm]
         self.head = make_head(
             self.embedding, hidden, config.vocab_size, tied=config.tied, bias=config.head_bias, placement=placement
         )
@@ -490,14 +574,17 @@ class Decoder(NativeCausalLM):
             return self._run_streams(self.streams, x, own, inputs)
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
-        attention = inputs.attention
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._norms[1:], strict=True)):
             assert isinstance(layer, DecoderLayer)
-            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], attention[layer.cache])
-            if layer.is_parallel:
-                _, residual = layer.mlp_norm.add(output, residual)
-            else:
-                x, residual = layer.mlp_norm.add(output, residual)
+            if not layer.is_mlp:
+                output = layer.mix(x, inputs)
+                if not layer.has_mlp:
+                    x, residual = next_norm.add(output, residual)
+                    continue
+                if layer.is_parallel:
+                    _, residual = layer.mlp_norm.add(output, residual)
+                else:
+                    x, residual = layer.mlp_norm.add(output, residual)
             output = layer.feed_forward(x, residual)
             if layer.ending is None:
                 x, residual = next_norm.add(output, residual)
@@ -510,7 +597,7 @@ class Decoder(NativeCausalLM):
         self, all_streams: AltUpStreams, x: torch.Tensor, own: Sequence[torch.Tensor], inputs: ModelInput
     ) -> torch.Tensor:
         """`run_layers` over several residual streams."""
-        streams, attention = all_streams.spread(x), inputs.attention
+        streams = all_streams.spread(x)
         for layer, of_layer in zip(self.layers, own, strict=True):
             assert isinstance(layer, DecoderLayer)
             assert layer.altup is not None
@@ -519,7 +606,7 @@ class Decoder(NativeCausalLM):
             streams = layer.altup.predict(streams)
             active = streams[layer.altup.active]
             x = layer.attention_norm(active)
-            output = layer.attend(x, inputs.positions, inputs.kv_caches[layer.cache], attention[layer.cache])
+            output = layer.mix(x, inputs)
             residual = (active + output + layer.altup.laurel(x)) * 0.5**0.5
             output = residual + layer.feed_forward(layer.mlp_norm(residual), residual)
             streams, active = layer.altup.correct(streams, output)
@@ -592,6 +679,7 @@ class DecoderFamily:
         only: fields that may have only this value.
         rotates_partly: whether the rotation may turn a part of each head.
         describe: what config.json means, over the defaults, if a function says it as a whole.
+        renamed: beginnings of the names of tensors in the checkpoint, and what stands for them here; the first counts.
     """
 
     architecture: str
@@ -602,6 +690,7 @@ class DecoderFamily:
     rotates_partly: bool
     describe: Callable[[Mapping[str, Any]], DecoderConfig] | None = None
     base_prefix: str = "model."
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def read_config(self, values: Mapping[str, Any]) -> DecoderConfig:
         """Raises ConfigurationError for a field of another type or out of range."""

@@ -87,7 +87,7 @@ def _gemma4(values: Values) -> DecoderConfig:
     if not fields.flag("use_double_wide_mlp", False):
         return config
     of_shared = config.num_shared_layers * (2 * config.intermediate_size,)
-    return replace(config, intermediate_sizes=config.num_cache_layers * (config.intermediate_size,) + of_shared)
+    return replace(config, intermediate_sizes=len(config.key_layers) * (config.intermediate_size,) + of_shared)
 
 
 def _gemma3n(values: Values) -> DecoderConfig:

@@ -65,6 +65,14 @@ DeepseekV2ForCausalLM     102400      - 11008      -     -  -    -         -    
 Glm4MoeLiteForCausalLM    154880   2048 10240     47    20  -    -    202752      1e-5          -    -      - 1536   4
 YoutuForCausalLM          128256   2048  6144      -    16  -    -    131072         -          - true      -    -   -
 MiniCPM3ForCausalLM        73448   2560  6400     62    40  -    -     32768      1e-5          - true      -    -   -
+Qwen3_5ForCausalLM        248320      - 12288     32    16  4  256     32768         -          -    -      -    -   -
+Qwen3_5MoeForCausalLM     248320   2048     -     40    16  2  256     32768         -          -    -      -  512   8
+Qwen3NextForCausalLM      151936   2048  5632     48    16  2  256     32768         -          -    -      -  512  10
+Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -
+Lfm2MoeForCausalLM         65536   2048  7168     32    32  8    -    128000         -        1e6 true      - 1792   4
+NemotronHForCausalLM      131072      - 21504      -     -  8  128      4096         -          -    -      - 7688   2
+FalconH1ForCausalLM       128000      - 14336      -     -  8    -      8192      1e-5          -    -      -    -   -
+BambaForCausalLM          128000      - 14336      -     -  8    -    262144      1e-5          -    -      -    -   -
 """
 
 

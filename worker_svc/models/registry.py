@@ -18,6 +18,7 @@ from worker_svc.models.families import DENSE
 from worker_svc.models.families_with_experts import WITH_EXPERTS
 from worker_svc.models.families_with_latents import WITH_LATENTS
 from worker_svc.models.families_with_shared_keys import WITH_SHARED_KEYS
+from worker_svc.models.families_with_states import WITH_STATES
 from worker_svc.models.gpt2_opt import GPT2LMHeadModel, OPTForCausalLM
 from worker_svc.parallel.ranks import ALONE, Ranks
 from worker_svc.quantized_weights import codings_of, with_mxfp4_experts, with_quantized_weights
@@ -26,7 +27,7 @@ from worker_svc.weights import Checkpoint, Loadable, Placement, Progress, Tensor
 Family = type[GPT2LMHeadModel] | type[OPTForCausalLM] | DecoderFamily
 """A family of models that Quire implements itself."""
 
-DECODERS: dict[str, DecoderFamily] = {**DENSE, **WITH_EXPERTS, **WITH_LATENTS, **WITH_SHARED_KEYS}
+DECODERS: dict[str, DecoderFamily] = {**DENSE, **WITH_EXPERTS, **WITH_LATENTS, **WITH_SHARED_KEYS, **WITH_STATES}
 
 FAMILIES: dict[str, Family] = {
     GPT2LMHeadModel.architecture: GPT2LMHeadModel,
@@ -113,6 +114,8 @@ def _load_native(
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
     checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
+    if isinstance(family, DecoderFamily):
+        checkpoint = checkpoint.with_beginnings(family.renamed)
     checkpoint = checkpoint.with_experts_apart(described.config.get("hidden_size"))
     checkpoint = with_mxfp4_experts(checkpoint, described)
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)

@@ -51,6 +51,8 @@ _SLOTS_AT_ONCE = 4096
 def protocol_of(pool: PoolGeometry) -> ProtocolVersions:
     """The versions that a worker with this pool speaks."""
     ours = compatibility.WORKER_PROTOCOL
+    if pool.state_blocks:
+        return ProtocolVersions(compatibility.HAS_STATES, ours.newest)
     return ours if pool.groups.num_groups == 1 else ProtocolVersions(compatibility.HAS_LAYER_GROUPS, ours.newest)
 
 
@@ -90,7 +92,8 @@ class StepDecoder:
         _check_cache_operations(operations)
         _check_row_changes(changes)
         _check_batch(batch, self._model, self._limits)
-        return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed)
+        checkpoints = self._state_lines(message.checkpoints, "checkpoints", (self._model.max_model_len + 1,))
+        return Step(message.step_id, message.scheduler_epoch, operations, changes, batch, sealed, checkpoints)
 
     def load_adapter(self, message: worker_pb2.LoadAdapter) -> LoadAdapter:
         """The adapter to load. InvalidArgument: the worker has no such slot, or the digest is none."""
@@ -119,7 +122,15 @@ class StepDecoder:
             ),
             set_tokens=tuple(self._set_tokens(each, f"set_tokens[{i}]") for i, each in enumerate(message.set_tokens)),
             block_table_deltas=_tuples(message.block_table_deltas, "block_table_deltas", bounds),
+            state_tables=self._state_lines(message.state_tables, "state_tables"),
         )
+
+    def _state_lines(self, data: bytes, field: str, below: tuple[int, ...] = ()) -> Int32Array:
+        """[n, 1 + len(below) + state_blocks]: a row, numbers with these bounds, and the blocks of a state."""
+        of_blocks = (self._pool.num_gpu_blocks,) * self._pool.state_blocks
+        if data and not of_blocks:
+            raise invalid_field(field, "is not empty; the layers of this model keep no state")
+        return _tuples(data, field, (self._limits.max_num_rows, *below, *of_blocks))
 
     def _assign(self, message: worker_pb2.AssignRow, field: str) -> AssignRow:
         token_ids = self._tokens(message.token_ids, f"{field}.token_ids", 0)
@@ -146,7 +157,12 @@ class StepDecoder:
         row = self._row(message.row, f"{field}.row")
         slot = self._slot(message.adapter_slot, f"{field}.adapter_slot") if message.HasField("adapter_slot") else None
         sampling, scope = self._sampling.read(message), message.draft_scope
-        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens, slot, scope)
+        state_blocks = _ids(message.state_blocks, f"{field}.state_blocks", self._pool.num_gpu_blocks)
+        if len(state_blocks) != self._pool.state_blocks:
+            raise invalid_field(
+                f"{field}.state_blocks", f"has {len(state_blocks)} blocks; a state has {self._pool.state_blocks}"
+            )
+        return AssignRow(row, token_ids, block_table, sampling, message.num_prompt_tokens, slot, scope, state_blocks)
 
     def _set_tokens(self, message: worker_pb2.SetTokens, field: str) -> SetTokens:
         row = self._row(message.row, f"{field}.row")

@@ -382,11 +382,11 @@ class Batch(Generic[S, G]):
                 self.draft.blocks[row, index] = pair[1]
         self.rows.shares_tail[row] = False
 
-    def add_chunk(self, row: int, group: G) -> None:
-        """Adds the row's uncomputed tokens to the step, up to the budget. With the last chunk, each sequence of the
-        group that waits for it shares its blocks and samples from its logits (the paper's figure 8)."""
+    def add_chunk(self, row: int, group: G, size: int | None = None) -> None:
+        """Adds the row's uncomputed tokens to the step, up to the budget, or `size` of them. With the last chunk, each
+        sequence of the group that waits for it shares its blocks and samples from its logits (the paper's figure 8)."""
         remaining = self.rows.num_uncomputed(row)
-        chunk = min(remaining, self.draft.budget)
+        chunk = min(remaining, self.draft.budget) if size is None else size
         self.draft.add_chunk(row, chunk, int(self.rows.num_computed[row]))
         if chunk < remaining:
             return

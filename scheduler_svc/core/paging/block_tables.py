@@ -12,10 +12,10 @@ from scheduler_svc.core.paging.sequence import S
 
 
 @dataclass(frozen=True, slots=True)
-class LayerGroups:
-    """Groups of the layers of a model. A block has `block_size` tokens of the layers of one group, so a block table has
-    `num_groups` entries for each `block_size` tokens: first of the groups whose layers read all tokens before a token,
-    then of `num_windowed` groups, whose layers read only the last `window` tokens, itself included."""
+class BlockTableLayout:
+    """The entries of a block table, for the groups into which the layers of a model are cut. A block has `block_size`
+    tokens of the layers of one group. For each `block_size` tokens a table has `num_full` entries of groups whose
+    layers read all tokens before a token, then `num_windowed` of groups whose layers read the last `window`."""
 
     block_size: int
     num_full: int = 1
@@ -30,7 +30,7 @@ class LayerGroups:
         """Entries of a table for this many tokens."""
         return -(-num_tokens // self.block_size) * self.num_groups
 
-    def first_read(self, position: int) -> int:
+    def first_block_read(self, position: int) -> int:
         """The first logical block that windowed layers read for the token at this position."""
         return max(position - self.window + 1, 0) // self.block_size
 
@@ -38,7 +38,7 @@ class LayerGroups:
         """Blocks at the start of a sequence that need no computation, for all groups. The full groups have the first
         `num_blocks`, and `has_windowed` says of each of these whether the windowed groups have it."""
         end, index = num_blocks, num_blocks - 1
-        while self.num_windowed and index >= self.first_read(end * self.block_size):
+        while self.num_windowed and index >= self.first_block_read(end * self.block_size):
             end = end if has_windowed(index) else index
             index -= 1
         return end
@@ -73,11 +73,11 @@ class BlockTables(Generic[S]):
     """Allocates blocks to sequences as their tokens come, never earlier, and lets forks share them. `watermark` is the
     share of the pool that admission leaves free, so that a newly admitted sequence is not preempted at once."""
 
-    def __init__(self, pool: BlockPool, host: HostBlocks, groups: LayerGroups, watermark: float) -> None:
+    def __init__(self, pool: BlockPool, host: HostBlocks, layout: BlockTableLayout, watermark: float) -> None:
         self.pool = pool
         self.host = host
-        self.groups = groups
-        self.block_size, self.num_groups = groups.block_size, groups.num_groups
+        self.layout = layout
+        self.block_size, self.num_groups = layout.block_size, layout.num_groups
         self._unread: dict[BlockId, BlockId] = {}  # entries of tables that no layer reads, by their host blocks
         self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
 
@@ -124,7 +124,7 @@ class BlockTables(Generic[S]):
 
     def num_new(self, num_entries: int, sequence: S) -> int:
         """Blocks that a table of this many entries takes for all tokens of the sequence."""
-        return self.groups.table_length(sequence.num_tokens) - num_entries
+        return self.layout.table_length(sequence.num_tokens) - num_entries
 
     def _extended(self, table: list[BlockId], sequence: S) -> list[BlockId]:
         """The table with new blocks for all further tokens of the sequence."""
@@ -217,4 +217,4 @@ class BlockTables(Generic[S]):
         sequence.block_table = []
 
     def _kept(self, sequence: S) -> list[BlockId]:
-        return sequence.block_table[: self.groups.table_length(sequence.num_swapped_tokens)]
+        return sequence.block_table[: self.layout.table_length(sequence.num_swapped_tokens)]

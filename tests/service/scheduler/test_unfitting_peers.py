@@ -152,6 +152,34 @@ async def test_requests_fail_where_the_worker_comes_back_with_another_model_and_
         await wait_nothing_in_use(stub)
 
 
+async def test_requests_go_on_where_the_worker_comes_back_with_other_groups_of_layers(
+    worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
+) -> None:
+    """A pool that no scheduler can use is refused until the worker comes back with another one."""
+    worker.config = FakeWorkerConfig(fingerprint=OF_WORKER, step_seconds=0.005)
+    async with attached_scheduler(tmp_path, worker.address) as stub:
+        stream, welcome = await GatewayStream.open(stub, "gateway-a", grace_period_ms=60_000, credit=10_000)
+        assert (welcome.full_groups, welcome.windowed_groups) == (1, 0)
+        await stream.submit(make_submit(1, max_tokens=100))
+        while not stream.outputs[1]:
+            await stream.read()
+        epoch = (await state_of(stub)).scheduler_epoch
+        await worker.restart(FakeWorkerConfig(fingerprint=OF_WORKER, windowed_groups=1, window=1))
+        await until_state(stub, lambda state: state.scheduler_epoch > epoch + 3)
+        await worker.restart(FakeWorkerConfig(fingerprint=OF_WORKER, windowed_groups=2, window=20))
+        await stream.read_to_end()
+        assert [each for each in log.messages if "another geometry" in each and "windowed_groups=2" in each]
+        (refused,) = [each for each in log.messages if "no scheduler can use" in each]
+        assert "window is 1, must be at least 2" in refused
+        again, welcome = await GatewayStream.open(stub, "gateway-a", grace_period_ms=60_000, credit=10_000)
+        assert (welcome.full_groups, welcome.windowed_groups) == (1, 2)
+        await again.submit(resubmit(stream, 1, max_tokens=100))
+        await again.read_until_over(1)
+        assert again.outputs[1] == expected_tokens(1, max_tokens=100)
+        again.close()
+        await wait_nothing_in_use(stub)
+
+
 async def test_a_worker_that_measures_steps_anew_has_no_other_pool(
     worker: FakeWorker, tmp_path, log: pytest.LogCaptureFixture
 ) -> None:

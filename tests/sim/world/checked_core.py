@@ -339,18 +339,18 @@ class CheckedScheduler(Scheduler):
         for each in (each for group in self.running for each in group.unfinished):
             if each.row is not None and table.active[each.row]:
                 slots = min(int(table.num_tokens[each.row]) + 1, each.request.max_len - 1)
-                count += max(blocks.groups.table_length(slots) - len(each.block_table), 0)
+                count += max(blocks.layout.table_length(slots) - len(each.block_table), 0)
         return count + self._windowed_of_chunks()
 
     def _windowed_of_chunks(self) -> int:
         """Blocks of windowed groups that prompts take for their next chunks, counted one by one."""
-        table, groups, blank, count = self.batch.rows, self.batch.blocks.groups, self.batch.blocks.blank, 0
+        table, layout, blank, count = self.batch.rows, self.batch.blocks.layout, self.batch.blocks.blank, 0
         for row in table.prefilling().tolist() if blank else ():
             first, sequence = int(table.num_computed[row]), self.batch.sequence(row)
             end = min(first + self.config.max_num_batched_tokens, int(table.num_tokens[row]))
-            entries = range(first // groups.block_size * groups.num_groups, groups.table_length(end))
+            entries = range(first // layout.block_size * layout.num_groups, layout.table_length(end))
             are_blank = [
-                sequence.block_table[each] in blank for each in entries if each % groups.num_groups >= groups.num_full
+                sequence.block_table[each] in blank for each in entries if each % layout.num_groups >= layout.num_full
             ]
             count += sum(are_blank)
         return count
@@ -359,7 +359,7 @@ class CheckedScheduler(Scheduler):
         """Blocks that a group that waits takes for the first token of each of its sequences, beyond those it has."""
         blocks = self.batch.blocks
         slots = ((each, min(each.num_tokens + 1, each.request.max_len - 1)) for each in group.unfinished)
-        length = blocks.groups.table_length
+        length = blocks.layout.table_length
         return sum(max(length(end) - length(each.num_tokens), 0) for each, end in slots)
 
     def _that_hold_little(self, entering: SequenceGroup, candidates: Sequence[SequenceGroup]) -> set[str]:
@@ -483,7 +483,8 @@ class CheckedScheduler(Scheduler):
         """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
         held = Counter[str]()
         for each in (each for group in self.running for each in group.unfinished):
-            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in each.block_table)
+            in_table = sum(block not in self.batch.blocks.blank for block in each.block_table)
+            held[each.request.tenant] += in_table + len(each.state_blocks)
         if +self.batch.blocks_by_tenant() != +held:
             self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
         if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):
@@ -1110,14 +1111,15 @@ class CheckedScheduler(Scheduler):
         now = table.incarnation * (1 << 32) + table.num_sealed
         for row in (table.active & (now != self._num_sealed)).nonzero()[0].tolist():
             count, sequence = int(table.num_sealed[row]), self.batch.sequence(row)
-            if not count or sequence.prefix_hashes.between(count - 1, count, sequence.token_ids)[0] in self._names:
+            if not count or _names_of(sequence, count)[-1] in self._names:
                 continue
             # To be looked at again.
             now[row] = -1
             others = self.running.get(sequence.request.key).unfinished
             if not any(
                 each is not sequence
-                and each.block_table[count - 1 : count] == sequence.block_table[count - 1 : count]
+                and count <= each.num_tokens // self.config.block_size
+                and _names_of(each, count) == _names_of(sequence, count)
                 and each.row is not None
                 and table.num_sealed[each.row] < count
                 for each in others
@@ -1126,6 +1128,11 @@ class CheckedScheduler(Scheduler):
         self._num_sealed = now
 
     _report = staticmethod(report)
+
+
+def _names_of(sequence: CoreSequence, count: int) -> list[BlockHash]:
+    """The names of its first blocks, of the first group of layers."""
+    return sequence.prefix_hashes.first(count, sequence.token_ids)
 
 
 def _adds_up(queue: GroupQueue) -> bool:

@@ -19,7 +19,7 @@ from gateway.app import Gateway
 from gateway.auth.keys import KeyRing
 from gateway.auth.quota import Account
 from gateway.request.constraint_checker import MAX_RUNNING
-from quire.messages.prefix_hashes import short
+from quire.messages.prefix_hashes import BlockHash, short
 from quire.model_files.progress import READING, LoadProgress
 from quire.runtime.clock import CLOCK
 from quire.runtime.settings import ConfigurationError
@@ -799,9 +799,14 @@ def watched_schedulers(clusters: list[Cluster]) -> Iterator[None]:
         lifecycle.memory = clusters[-1]
         return lifecycle
 
+    def parent(name: BlockHash) -> BlockHash | None:
+        node, cluster = CLOCK.get(), clusters[-1]
+        core = cluster.cores.get(node.host) if isinstance(node, Node) else None
+        return parent_of(cluster.names, name, 1 if core is None else core.config.full_groups)
+
     with (
         watched_errors(lambda: clusters[-1].cores[host()].is_late),
-        ordered(CheckedScheduler._report, lambda name: parent_of(clusters[-1].names, name)),
+        ordered(CheckedScheduler._report, parent),
         checked_routing(),
         counted_once(),
         simulated_block_disks(),

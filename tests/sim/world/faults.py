@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar, Protocol, cast
 
+from quire.messages.layer_groups import LayerGroups
 from quire.service.compatibility import ModelFingerprint
 from tests.sim.world.block_disk import BlockDisk
 from tests.sim.world.device import Devices
@@ -418,13 +419,15 @@ class Deviate:
 
 @dataclass(frozen=True, slots=True)
 class OtherPool:
-    """A worker dies and comes back with a pool of another size, and perhaps with another block size."""
+    """A worker dies and comes back with a pool of another size, and perhaps with another block size, or with its layers
+    in other groups (None if they stay in the same groups)."""
 
     at: float
     host: str
     block_size: int
     num_blocks: int
     num_host_blocks: int
+    groups: LayerGroups | None = None
 
     @property
     def seconds(self) -> float:
@@ -433,7 +436,8 @@ class OtherPool:
     def begin(self, target: Target) -> None:
         def change(config: FakeWorkerConfig) -> FakeWorkerConfig:
             pool = {"num_blocks": self.num_blocks, "num_host_blocks": self.num_host_blocks}
-            return replace(config, block_size=self.block_size, **pool)
+            groups = config.groups if self.groups is None else self.groups
+            return replace(config, block_size=self.block_size, **pool).with_groups(groups)
 
         target.change_worker(self.host, change)
         target.running[self.host].kill()
@@ -696,6 +700,14 @@ def draw_other_model(draw: Random, servers: Sequence[str], over_s: float, own: M
     return OtherModel(draw.uniform(0, over_s), host, other, own, draw.uniform(0.1, 15))
 
 
+def draw_other_pool(draw: Random, workers: Sequence[str], at: float, worker: FakeWorkerConfig) -> OtherPool:
+    """Draws another pool for one of the workers, all of which are like `worker`. Requests that fit still fit."""
+    size = draw.choice((worker.block_size, 2, 4, 16))
+    num_blocks = worker.num_blocks * worker.block_size // size
+    num_blocks = draw.choice((num_blocks, num_blocks + 7, 2 * num_blocks))
+    return OtherPool(at, draw.choice(workers), size, num_blocks, draw.choice((0, 16, 128)))
+
+
 def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker: FakeWorkerConfig) -> list[Fault]:
     servers = [host for host in hosts if not host.startswith("client")]
     workers = [host for host in servers if host.startswith("worker")]
@@ -753,10 +765,6 @@ def _draw_fault(draw: Random, name: str, hosts: Sequence[str], at: float, worker
                 )
             ]
         case "other pool":
-            # Requests that fitted before still fit.
-            size = draw.choice((worker.block_size, 2, 4, 16))
-            num_blocks = worker.num_blocks * worker.block_size // size
-            num_blocks = draw.choice((num_blocks, num_blocks + 7, 2 * num_blocks))
-            return [OtherPool(at, draw.choice(workers), size, num_blocks, draw.choice((0, 16, 128)))]
+            return [draw_other_pool(draw, workers, at, worker)]
         case _:
             return [Reset(at, opened_by, draw.randrange(1 << 16))]

@@ -21,8 +21,8 @@ _FREED_AT: WeakKeyDictionary[PrefixIndex, dict[BlockId, int]] = WeakKeyDictionar
 @contextmanager
 def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash], BlockHash | None]) -> Iterator[None]:
     """Records inside the block the order in which blocks are freed. Blocks must be handed out in that order after all
-    blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block before
-    the one with this name."""
+    blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block without
+    which the one with this name is useless."""
     free_blocks, restore_blocks = PrefixIndex.free, PrefixIndex.restore
 
     def note(pool: PrefixIndex, blocks: Iterable[BlockId]) -> None:

@@ -75,11 +75,13 @@ Names = dict[BlockHash, tuple[int, int, str, CachedTokens]]
 the tokens that watchers receive. Tenants share no blocks, nor do requests of one tenant with different salts."""
 
 
-def parent_of(names: Names, name: BlockHash) -> BlockHash | None:
-    """The block before one; None if it is the first, or has a name of another kind, as in recordings."""
+def parent_of(names: Names, name: BlockHash, num_full: int) -> BlockHash | None:
+    """The block without which one is useless; None if it is the first, is not of the first `num_full` groups of layers,
+    which have no windows, or has a name of another kind, as in recordings."""
     known = names.get(name)
-    parent = None if known is None else known[3].parent
-    return None if known is None or parent is None else in_group(parent, known[3].group)
+    if known is None or known[3].parent is None or known[3].group >= num_full:
+        return None
+    return in_group(known[3].parent, known[3].group)
 
 
 class FalseSealError(BlockError):
@@ -96,7 +98,8 @@ class NamingBlocks(BlockManager):
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         hashes = sequence.prefix_hashes.between(first, end, sequence.token_ids)
         owner = f"{sequence.request.tenant} {sequence.request.cache_salt.hex()}"
-        if not all(name in self._names for name in hashes):
+        # The same tokens may have had blocks of fewer groups of layers before.
+        if not all(in_group(name, self.num_groups - 1) in self._names for name in hashes):
             adapter = b"" if sequence.request.adapter is None else sequence.request.adapter.digest
             slots = Prefixes(sequence.token_ids[: end * self.block_size], adapter).hashes(0, end * self.block_size)
             for index, name in enumerate(hashes, first):
@@ -947,7 +950,10 @@ class Watch:
             welcome, info = link.welcome, loop.replica.info
             assert welcome is not None
             assert info is not None
-            known, there = (welcome.block_size, welcome.num_gpu_blocks), (info.block_size, info.num_gpu_blocks)
+            known, there = (
+                (each.block_size, each.num_gpu_blocks, each.full_groups, each.windowed_groups)
+                for each in (welcome, info)
+            )
             if known != there and not (loop.lifecycle.is_draining or self._is_disturbed(host, gateway_host)):
                 yield f"{gateway_host} takes {host} to have blocks {known}, and it has {there}"
 

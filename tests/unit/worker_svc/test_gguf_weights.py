@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.packed_weight import Coding, Quantization
+from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import ModelDirectory
@@ -32,6 +32,7 @@ from tests.support.models import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from worker_svc.gguf_weights import gguf_weights
+from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.models.registry import load_model
 from worker_svc.weights import Checkpoint
 
@@ -124,6 +125,7 @@ OTHERS = {
     "hunyuan-dense": Family("HunYuanDenseV1", {"head_dim": 16}),
     "phi-moe": NATIVE["phi-moe"],
     "dots1": without("dots1-moe", *SHAPED),
+    **{name: NATIVE[name] for name in ("gemma4-shared", "gemma4-wide-shared", "gemma4-moe", "gemma3n-shared")},
 }
 """Families that only Quire's own decoder runs from a file."""
 
@@ -239,9 +241,35 @@ def test_layers_that_draft_tokens_are_left_out(tmp_path: Path, has_drafts: bool)
     assert gguf_weights(file).keys() == gguf_weights(plain).keys()
 
 
+@pytest.mark.parametrize(("family", "is_fused"), [("gemma3n-shared", False), ("gemma4-wide-shared", True)])
+def test_keys_of_layers_that_read_those_of_earlier_ones_are_left_out(
+    tmp_path: Path, family: str, is_fused: bool
+) -> None:
+    """Published directories have them, and the converter writes them."""
+    make_model(tmp_path / "model", family)
+    plain = write_gguf(tmp_path / "plain.gguf", tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(weights)
+    last = f"model.layers.{NATIVE[family].fields['num_hidden_layers'] - 1}.self_attn"
+    norm = tensors[f"{last}.k_norm.weight"] = torch.ones_like(tensors[f"{last}.q_norm.weight"])
+    for name in ("k_proj", "v_proj"):
+        tensors[f"{last}.{name}.weight"] = torch.ones(2 * len(norm), 64)
+    save_file(tensors, weights)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", fused=is_fused)
+    assert len(GgufHeader.read(file).tensors) != len(GgufHeader.read(plain).tensors)
+    found, expected = (load_model(each, device=torch.device("cpu"), dtype=torch.float32) for each in (file, plain))
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    assert torch.equal(*(PagedRunner(each, [tokens], block_size=4).step(Span(0, 0, 40)) for each in (found, expected)))
+
+
 @pytest.mark.parametrize(
     ("family", "further", "problem"),
     [
+        ("gemma3n-shared", {"gemma3n.activation_sparsity_scale": [0, 0]}, "activation_sparsity_scale is no list of"),
+        ("gemma3n-shared", {"gemma3n.feed_forward_length": [96, 96]}, "[96, 96]; expected are 4 numbers from 1 to"),
+        ("gemma4-shared", {"gemma4.rope.dimension_count_swa": 8}, "rope.dimension_count_swa is not 16, the size of"),
+        ("gemma4-shared", {"gemma4.rope.scaling.type": "linear"}, "rope.scaling.type is 'linear', which is not read"),
+        ("gemma4-shared", {"rope": [1.0] * 15 + [2.0]}, "rope_freqs.weight is not 1 for the first pairs of a head and"),
         ("deepseek-v2", {"deepseek2.expert_weights_norm": True}, "normalized weights are not read"),
         ("deepseek-v2", {"deepseek2.rope.dimension_count": 40}, "rope.dimension_count is 40, of keys of 40 dimensions"),
         ("deepseek-v3", {"deepseek2.expert_used_count": 5}, "expert_used_count is 5, more than the 4 experts"),
@@ -282,7 +310,9 @@ CODED_SIZES: dict[str, Any] = {
 
 
 def code_as_a_mix(name: str, data: np.ndarray) -> tuple[np.ndarray, Kind]:
-    """Codes as in files of Q4_K_M: some of the matrices have longer codes."""
+    """Codes as in files of Q4_K_M: some of the matrices have longer codes, or none."""
+    if any(each in name for each in ("altup", "laurel", "per_layer_model_proj")):
+        return data, Kind.F32
     is_long = "attn_v" in name or "ffn_down" in name or name == "output"
     coding = Coding.Q6_K if is_long else Coding.Q4_K
     num_rows = math.prod(data.shape[:-1])
@@ -321,6 +351,28 @@ def test_weights_are_multiplied_as_the_file_has_them(
     # The router has no codes in any file.
     of_router = {None} if "moe" in family or family == "mixtral" else set()
     assert codings == {True: {Coding.Q4_K, Coding.Q6_K, *of_router}, False: {None}}
+
+
+LAYER_INPUTS: dict[str, Any] = {
+    "gemma3n-shared": {"intermediate_size": 4 * [512]},
+    "gemma4-shared": {"global_head_dim": 64},
+    "gemma4-moe": {"global_head_dim": 64, "hidden_size_per_layer_input": 0, "moe_intermediate_size": 256},
+}
+
+
+@pytest.mark.parametrize("family", LAYER_INPUTS)
+def test_weights_of_models_with_inputs_of_each_layer_are_multiplied_as_the_file_has_them(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of these inputs is looked up so, too."""
+    sizes = CODED_SIZES | {"head_dim": 32, "hidden_size_per_layer_input": 256} | LAYER_INPUTS[family]
+    make_model(tmp_path / "model", family, **sizes)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)
+    tables = [module for module in model.modules() if isinstance(module, Embedding)]
+    assert len(tables) == (1 if family == "gemma4-moe" else 2)
+    assert all(isinstance(table.matrix, CodedWeight) for table in tables)
+    assert {Coding.Q4_K, Coding.Q6_K} <= codings_in_use(file, 1, monkeypatch)[True]
 
 
 def test_weights_are_rounded_to_int8_from_the_numbers_of_the_file(

@@ -140,6 +140,33 @@ def test_sentence_pieces_are_merged_by_their_scores(
         assert tokens_of(file, text) == byte_fallback().encode(text).ids, text
 
 
+def test_tokens_of_gemma_4_have_merges_of_their_own(directory: Path, tmp_path: Path) -> None:
+    model = tmp_path / "pieces"
+    model.mkdir()
+    content = json.loads(byte_fallback().to_str())
+    # The scores, which follow another order, would merge "at" first.
+    content["model"]["merges"].insert(0, ["c", "a"])
+    content["model"]["vocab"]["ca"] = size = byte_fallback().get_vocab_size()
+    del content["normalizer"]["normalizers"][0], content["decoder"]["decoders"][-1]
+    config = json.loads((directory / "config.json").read_text()) | {"vocab_size": size + 1}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    (model / "model.safetensors").symlink_to(directory / "model.safetensors")
+    expected = tokenizers.Tokenizer.from_str(json.dumps(content))
+    written = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in content["model"]["merges"]],
+        "tokenizer.ggml.scores": [-1000.0] * (size + 1),
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    file = write_gguf(tmp_path / "m.gguf", model, further=written)
+    tokenizer = Tokenizer.open(ModelDirectory.open(file), FairExecutor(1))
+    for text in ("the cat sat", " two  spaces", "naïve café 😀", "tabs\tand\n\nlines"):
+        found = tokens_of(file, text)
+        assert found == expected.encode(text).ids, text
+        assert tokenizer.decode(found, include_special_tokens=False) == text
+
+
 def test_the_rotation_of_llama_3_is_found_in_its_factors(directory: Path, tmp_path: Path) -> None:
     def described(factors: list[float]) -> dict[str, Any]:
         file = write_gguf(tmp_path / "m.gguf", directory, further={"rope": factors})
@@ -233,6 +260,7 @@ def test_tokens_that_end_a_turn_end_a_text_too(directory: Path, tmp_path: Path) 
         (("<|return|>", "b"), {"<|end|>", "<|return|>"}),
         (("<|return|>", "<|call|>"), {"<|return|>", "<|call|>"}),
         (("<|calls|>", "<|flush|>"), {"<|calls|>", "<|flush|>"}),
+        (("<turn|>", "<|tool_response>"), {"<|end|>", "<turn|>", "<|tool_response>"}),
     ],
 )
 def test_a_token_that_ends_a_part_of_a_turn_does_not_end_a_text(others: tuple[str, ...], expected: set[str]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from scheduler_svc.core import paging
 from scheduler_svc.core.paging.batch import StepPlan
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
-from scheduler_svc.core.paging.block_tables import BlockTables, HostBlocks, LayerGroups
+from scheduler_svc.core.paging.block_tables import BlockTableLayout, BlockTables, HostBlocks
 from scheduler_svc.core.paging.scheduler import Scheduler
 from scheduler_svc.core.paging.sequence import Sequence, SequenceGroup, SequenceStatus
 
@@ -19,13 +19,13 @@ _MAX_LINES = 1000
 """Lines of the package, with docstrings and comments."""
 
 
-DENSE = LayerGroups(block_size=4)
+DENSE = BlockTableLayout(block_size=4)
 
 
 def make_scheduler(
-    num_blocks: int = 16, num_host_blocks: int = 0, swaps_from: int = 2, groups: LayerGroups = DENSE
+    num_blocks: int = 16, num_host_blocks: int = 0, swaps_from: int = 2, layout: BlockTableLayout = DENSE
 ) -> Scheduler:
-    blocks = BlockTables[Sequence](BlockPool(num_blocks), HostBlocks(BlockPool(num_host_blocks)), groups, watermark=0.0)
+    blocks = BlockTables[Sequence](BlockPool(num_blocks), HostBlocks(BlockPool(num_host_blocks)), layout, watermark=0.0)
     return Scheduler(blocks, max_num_seqs=8, token_budget=32, swaps_from=swaps_from)
 
 
@@ -173,20 +173,20 @@ def test_a_result_of_a_row_that_was_released_is_dropped():
 
 
 def test_a_hit_is_as_long_as_all_groups_of_layers_can_serve():
-    groups = LayerGroups(4, num_full=1, num_windowed=2, window=8)
-    assert (groups.num_groups, groups.table_length(18)) == (3, 15)
+    layout = BlockTableLayout(4, num_full=1, num_windowed=2, window=8)
+    assert (layout.num_groups, layout.table_length(18)) == (3, 15)
     # Token 18 reads the tokens 11 to 18 of the window: blocks 0 and 1 are not read any more.
-    assert [groups.first_read(position) for position in (0, 7, 10, 11, 18)] == [0, 0, 0, 1, 2]
+    assert [layout.first_block_read(position) for position in (0, 7, 10, 11, 18)] == [0, 0, 0, 1, 2]
     # The full group has four blocks. Token 16 reads tokens 9 to 15, so blocks 2 and 3.
-    assert groups.hit_length(4, {2, 3}.__contains__) == 4
+    assert layout.hit_length(4, {2, 3}.__contains__) == 4
     # Without block 3 the next token is 12, which reads tokens 5 to 11, so blocks 1 and 2.
-    assert groups.hit_length(4, {1, 2}.__contains__) == 3
-    assert groups.hit_length(4, {0, 2}.__contains__) == 1
+    assert layout.hit_length(4, {1, 2}.__contains__) == 3
+    assert layout.hit_length(4, {0, 2}.__contains__) == 1
     assert DENSE.hit_length(4, set[int]().__contains__) == 4
 
 
 def test_a_table_has_a_block_of_each_group_and_a_fork_copies_the_tail_of_each():
-    scheduler = make_scheduler(groups=LayerGroups(4, num_full=2))
+    scheduler = make_scheduler(layout=BlockTableLayout(4, num_full=2))
     group = add_request(scheduler, 1, 7, 4, num_sequences=2)
     run_step(scheduler)
     assert tables(group) == [[0, 1, 2, 3]] * 2
@@ -197,7 +197,7 @@ def test_a_table_has_a_block_of_each_group_and_a_fork_copies_the_tail_of_each():
 
 
 def test_swap_and_decodes_with_two_groups():
-    scheduler = make_scheduler(num_blocks=14, num_host_blocks=16, swaps_from=1, groups=LayerGroups(4, num_full=2))
+    scheduler = make_scheduler(num_blocks=14, num_host_blocks=16, swaps_from=1, layout=BlockTableLayout(4, num_full=2))
     groups = [add_request(scheduler, order, 8, 9, num_sequences=2) for order in (1, 2)]
     assert run_to_end(scheduler) == groups
     assert groups[1].preemptions > 0

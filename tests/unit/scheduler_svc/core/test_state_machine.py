@@ -56,13 +56,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 1, 3, 7]),
         fixed_tokens=st.sampled_from([0, 16, 1000]),
         groups=st.sampled_from([(1, 0, 0), (1, 0, 0), (1, 1, 3), (1, 2, 7), (0, 1, 5), (2, 3, 18)]),
+        state_blocks=st.sampled_from([0, 0, 0, 1, 2, 5]),
     )
     def start(self, max_in_flight, budget, max_pinned, max_reclaimed, is_cache_watched, num_kept, groups, **config):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(kv_cache, "_MAX_RECLAIMED", max_reclaimed)
         self.patch.setattr(preparation, "NUM_KEPT", num_kept)
         config |= dict(zip(("full_groups", "windowed_groups", "window"), groups, strict=True))
-        config["num_blocks"] *= sum(groups[:2])
+        config["num_blocks"] = config["num_blocks"] * sum(groups[:2]) + 4 * config["state_blocks"]
+        budget = max(budget, config["max_num_seqs"] + 2 if config["state_blocks"] else 0)
         config |= {"pin_quota": max_pinned, "max_pinned": max_pinned, "max_num_batched_tokens": budget}
         self.driver = Driver(make_config(max_model_len=40, max_waiting_requests=6, **config), max_in_flight)
         self.mirror = CacheMirror(self.driver.scheduler, ("", "a", "b"))
@@ -310,8 +312,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert length < scheduler.config.block_size
         else:
             config, num_logical = scheduler.config, length // scheduler.config.block_size
-            num_windowed = num_logical - config.groups.first_read(num_logical * config.block_size)
-            assert len(pin.hashes) == config.full_groups * num_logical + config.windowed_groups * num_windowed
+            num_windowed = num_logical - config.layout.first_block_read(num_logical * config.block_size)
+            num_blocks = config.full_groups * num_logical + config.windowed_groups * num_windowed
+            assert len(pin.hashes) == num_blocks + config.state_blocks * (num_logical > 1)
 
     @precondition(lambda self: bool(self.driver.scheduler.pins))
     @rule(data=st.data())
@@ -344,9 +347,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The worker is lost, and comes back with another pool."""
         before = set(self.driver.failed)
         self._count_loss(self._at_stake())
+        config = self.driver.scheduler.config
+        if config.state_blocks:
+            max_num_seqs = min(max_num_seqs, config.max_num_batched_tokens - 2)
         config = replace(
-            self.driver.scheduler.config,
-            num_blocks=num_blocks * self.driver.scheduler.config.groups.num_groups,
+            config,
+            num_blocks=num_blocks * config.layout.num_groups + 4 * config.state_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
         )

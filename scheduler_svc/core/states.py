@@ -1,0 +1,171 @@
+"""States: what layers keep of a sequence instead of keys and values, in blocks of the pool.
+
+A state has one size, however long the sequence is. The layers of a model keep it in `SchedulerConfig.state_blocks`
+blocks, which the sequence holds while it is in the batch, and which each step changes. So the state of an earlier token
+is gone, unless it was copied: a **checkpoint** is a copy of the state after a whole number of token blocks. Its blocks
+are sealed under names of that place, found there by later sequences, and handed out anew when they are the least
+recently used, as all blocks are.
+"""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from quire.messages.prefix_hashes import BlockHash, in_group
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
+from scheduler_svc.core.prefix_index import BlockNames, HostMemory, PrefixIndex
+from scheduler_svc.core.sequence import Sequence
+
+OUTPUT_INTERVAL = 64
+"""Tokens between checkpoints of output. Only the newest of them is kept."""
+
+PROMPT_INTERVAL = 1024
+"""Tokens between checkpoints of a prompt, in addition to the one at its end. After a loss of the worker no more than
+these are computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A copy of a row's state that a step in flight makes.
+
+    Attributes:
+        incarnation: Of the row, as in `RowTable`.
+        num_tokens: The state is the one after this number of tokens of the sequence.
+        is_certain: The step computes them in any case. Otherwise only if the row's tokens all come.
+        blocks: Hold the copy, with a reference until the step's result came.
+    """
+
+    row: int
+    incarnation: int
+    sequence: Sequence
+    num_tokens: int
+    is_certain: bool
+    blocks: list[BlockId]
+
+
+class States:
+    """Gives sequences blocks for their states, and plans and finds checkpoints.
+
+    Attributes:
+        size: Blocks of a state; 0 if no layer keeps one.
+        copies: Pairs (source block, destination block) that the next step copies before it computes.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
+        self.size = config.state_blocks
+        self._block_size, self._pool, self._names = config.block_size, pool, names
+        self.copies: list[tuple[BlockId, BlockId]] = []
+        self._sources: list[BlockId] = []
+
+    @property
+    def held(self) -> list[BlockId]:
+        """Checkpoints that the next step copies, each with a reference."""
+        return self._sources
+
+    def begin(self, sequence: Sequence, checkpoint: list[BlockId], take: Callable[[int], list[BlockId]]) -> None:
+        """Gives a sequence, which enters the batch, blocks for its state: a copy of the checkpoint that it continues
+        from, or zeros if that is empty. Raises what `take` raises."""
+        self._pool.touch(checkpoint)
+        sequence.state_blocks = take(self.size)
+        self._sources += checkpoint
+        self.copies += zip(checkpoint, sequence.state_blocks, strict=False)
+
+    def begin_further(self, sequence: Sequence, names: SequenceOf[BlockHash], host: HostMemory) -> None:
+        """Makes a sequence begin with the checkpoint of these names, of which some blocks are here and the others on
+        the host, instead of the one that it was given."""
+        own = set(sequence.state_blocks)
+        self.copies = [(source, block) for source, block in self.copies if block not in own]
+        for name, block in zip(names, sequence.state_blocks, strict=True):
+            if hits := self._pool.hits((name,)):
+                self._pool.touch(hits)
+                self._sources += hits
+                self.copies.append((hits[0], block))
+            elif (saved := host.find(name)) is not None:
+                host.pool.touch((saved,))
+                host.load(saved, block)
+                host.pool.free((saved,))
+
+    def separate(self, sequence: Sequence, take: Callable[[int], list[BlockId]]) -> bool:
+        """Gives a sequence that is about to change its state its own copy, if another one shares it. Returns whether it
+        did. The last holder changes it in place."""
+        shared = sequence.state_blocks
+        if self._pool.ref_count(shared[0]) == 1:
+            return False
+        sequence.state_blocks = take(self.size)
+        self.copies += zip(shared, sequence.state_blocks, strict=True)
+        self._pool.free(shared)
+        return True
+
+    def take_copies(self) -> list[tuple[BlockId, BlockId]]:
+        """The copies of a finished step."""
+        copies, self.copies = self.copies, []
+        self._pool.free(self._sources)
+        self._sources = []
+        return copies
+
+    def find(
+        self, hashes: SequenceOf[BlockHash], num_blocks: int, is_whole: Callable[[int], bool]
+    ) -> tuple[int, list[BlockId]]:
+        """The longest start of a sequence, of at most `num_blocks` token blocks with these hashes, at whose end there
+        is a checkpoint, and the blocks of that; 0 and none if there is none. `is_whole` says whether the other layers
+        have all that they need of a start of this number of blocks."""
+        for end in range(num_blocks, 0, -1):
+            content = hashes[end - 1]
+            # Most places have no checkpoint.
+            if self._pool.hits((in_group(content, self._names.of_state.start),)) and is_whole(end):
+                found = self._pool.hits(self._names.state(content))
+                if len(found) == self.size:
+                    return end, found
+        return 0, []
+
+    def wanted(self, sequence: Sequence, start: int, end: int) -> Iterator[int]:
+        """The numbers of tokens, above `start` and up to `end`, after which there should be a checkpoint: before the
+        end of the prompt, which the next prompt of a conversation begins with, where another sequence went another
+        way, and at intervals."""
+        size, num_prompt = self._block_size, sequence.num_prompt_tokens
+        places = {(num_prompt - 2) // size * size, *sequence.partings}
+        prompt_end = min(end, num_prompt)
+        places.update(range(start // PROMPT_INTERVAL * PROMPT_INTERVAL, prompt_end + 1, PROMPT_INTERVAL))
+        if (newest := end // self._interval * self._interval) > num_prompt:
+            places.add(newest)
+        return (place for place in sorted(places) if start < place <= end)
+
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
+        computed as the only one of a step: its keys would be rounded otherwise."""
+        if self.size:
+            return max(sequence.max_cached_tokens - 1, 0) // self._block_size
+        return sequence.num_shareable
+
+    def to_fetch(self, sequence: Sequence, hashes: SequenceOf[BlockHash], *, is_moved: bool) -> Iterator[BlockHash]:
+        """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
+        moves, has one of the last two that it was to make."""
+        if self.size and hashes:
+            for end in self.last_places(sequence, len(hashes)) if is_moved else [len(hashes)]:
+                yield from self._names.state(hashes[end - 1])
+
+    def last_places(self, sequence: Sequence, num_blocks: int) -> list[int]:
+        """The last two of the places, up to `num_blocks` blocks, at which a sequence that ran elsewhere had
+        checkpoints, in blocks."""
+        places, end = list[int](), num_blocks * self._block_size
+        while end and len(places) < 2:
+            places.append(max(self.wanted(sequence, 0, end), default=0))
+            end = max(places[-1] - self._block_size, 0)
+        return [place // self._block_size for place in places if place]
+
+    @property
+    def _interval(self) -> int:
+        return -(-OUTPUT_INTERVAL // self._block_size) * self._block_size
+
+    def seal(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+        """Makes a checkpoint, whose step is done, available. One of output takes the place of the one before. Returns
+        its blocks that became available."""
+        sequence, index = checkpoint.sequence, checkpoint.num_tokens // self._block_size
+        (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
+        pairs = zip(checkpoint.blocks, self._names.state(content), strict=True)
+        sealed = [(block, name) for block, name in pairs if self._pool.seal(block, name)]
+        if checkpoint.num_tokens > sequence.num_prompt_tokens:
+            self._pool.drop(self._pool.still_sealed(sequence.newest_checkpoint))
+            sequence.newest_checkpoint = sealed
+        return sealed

@@ -1,0 +1,149 @@
+"""What all layers have in common that keep a state of fixed size for each sequence, instead of keys and values."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from kernels import ops
+from kernels.states import StatePages, StateShape, StateUnits
+from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class StateSize:
+    """The state of one sequence, of all layers of a model that keep one: units of equal bytes, in blocks of the pool.
+
+    Attributes:
+        num_units: of all layers.
+        unit_bytes: of each; a unit lies within one block.
+    """
+
+    num_units: int
+    unit_bytes: int
+
+    def num_blocks(self, block_bytes: int) -> int:
+        """The blocks that hold a state; a block holds at least a unit."""
+        return -(-self.num_units // (block_bytes // self.unit_bytes))
+
+
+class StateLayer(nn.Module):
+    """A layer that keeps a state for each sequence, in the place of attention."""
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
+        """x [T, hidden], after the norm -> what is added to the residual stream, [T, hidden]. The states of the rows
+        of `pages` become those after their new tokens."""
+
+
+class StateConfig(Protocol):
+    """The sizes of the layers of a model that keep a state; all have the same."""
+
+    @property
+    def state_shapes(self) -> tuple[StateShape, ...]:
+        """The parts of a layer's state, in their order."""
+        ...
+
+    def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> StateLayer:
+        """A layer of the decoder's layer `name`. `units` says where each part of its state is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """Where the states of a model's layers are.
+
+    Args:
+        shapes: of a layer.
+    """
+
+    shapes: tuple[StateShape, ...]
+
+    @property
+    def unit_bytes(self) -> int:
+        """The bytes of a unit: those of the largest tile."""
+        return max(shape.tile_bytes for shape in self.shapes)
+
+    def size(self, num_layers: int) -> StateSize:
+        """The state of all layers."""
+        of_layer = sum(shape.num_units(self.unit_bytes) for shape in self.shapes)
+        return StateSize(num_layers * of_layer, self.unit_bytes)
+
+    def units(self, number: int) -> list[StateUnits]:
+        """Where each part of the state of layer `number` is, counted among those that keep a state."""
+        first, unit_bytes = self.size(number).num_units, self.unit_bytes
+        sizes = [shape.num_units(unit_bytes) for shape in self.shapes]
+        return [StateUnits(first + sum(sizes[:index]), unit_bytes) for index in range(len(sizes))]
+
+
+class Taps(Loadable):
+    """The weights of a causal convolution of each channel on its own, and perhaps biases, in float32.
+
+    Args:
+        name: of its module in the checkpoint.
+        size: the tokens that an output depends on.
+    """
+
+    weight: torch.Tensor
+    """[channels, size], the weights of a tap together."""
+    bias: torch.Tensor | None
+
+    def __init__(self, name: str, channels: int, size: int, placement: Placement, *, bias: bool) -> None:
+        super().__init__()
+        self._weight = TensorSpec(f"{name}.weight", (channels, 1, size))
+        self._bias = TensorSpec(f"{name}.bias", (channels,)) if bias else None
+        self._placement = placement
+        self.bias = None
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield from (spec for spec in (self._weight, self._bias) if spec is not None)
+
+    def load(self, tensors: TensorReader) -> None:
+        self.weight = self._placed(tensors.read(self._weight).squeeze(1).t()).t()
+        if self._bias is not None:
+            self.bias = self._placed(tensors.read(self._bias))
+
+    def _placed(self, values: torch.Tensor) -> torch.Tensor:
+        return torch.empty(values.shape, dtype=torch.float32, device=self._placement.device).copy_(values)
+
+
+class GateNorm(Loadable):
+    """A root mean square norm of the results of a layer, in groups, with gates: `norm(x) * silu(gate)`, or
+    `norm(x * silu(gate))`.
+
+    Args:
+        name: of its module in the checkpoint.
+        num_weights: of all groups together, or of one group: then all have the same.
+        group_size: numbers that are normalised together.
+        norm_first: the first of the two.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        name: str,
+        num_weights: int,
+        eps: float,
+        placement: Placement,
+        *,
+        group_size: int | None = None,
+        norm_first: bool = True,
+    ) -> None:
+        super().__init__()
+        self._spec = TensorSpec(f"{name}.weight", (num_weights,))
+        self._eps, self._group_size, self._norm_first = eps, group_size or num_weights, norm_first
+        self._placement = placement
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        yield self._spec
+
+    def load(self, tensors: TensorReader) -> None:
+        self.weight = self._placement.copy(tensors.read(self._spec))
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """x and gate [T, n], n a multiple of the group size; returns the same shape."""
+        return ops.gated_norm(x, gate, self.weight, self._eps, self._group_size, norm_first=self._norm_first)
