@@ -32,7 +32,8 @@ def caches_of(arena: Tensor, shapes: Sequence[tuple[int, int, int, int]]) -> tup
     Args:
         shapes: of each layer, without the number of blocks.
     """
-    num_blocks, block_width, start = arena.shape[1], arena.stride(1), 0
+    # `as_strided` counts from the start of the memory, where the arena may be a part of a file.
+    num_blocks, block_width, start = arena.shape[1], arena.stride(1), arena.storage_offset()
     caches = list[Tensor]()
     for num_lines, num_heads, block_size, width in shapes:
         line = num_heads * block_size * width
