@@ -61,7 +61,7 @@ class DeltaRuleConfig:
         return DeltaRule(f"{name}.linear_attn", self, hidden, units, placement)
 
     def input_parts(self, name: str) -> tuple[list[LinearPart], list[LinearPart]]:
-        """The parts of query, key, value and output gate, and those of beta and decay."""
+        """The parts of query, key, value and output gate, and the parts of beta and decay."""
         if not self.by_key:
             wide = (("in_proj_qkv", self.channels), ("in_proj_z", self.values))
             narrow = (("in_proj_b", self.num_values), ("in_proj_a", self.num_values))
