@@ -8,7 +8,7 @@ import torch
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
-from worker_svc.layers.linear import Linear, LinearPart, Split, Spread
+from worker_svc.layers.linear import Linear, LinearPart, Spread
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
 from worker_svc.weights import Placement
 
@@ -116,7 +116,6 @@ class DeltaRule(StateLayer):
             config.values,
             bias=False,
             placement=placement,
-            split=Split.INPUTS,
         )
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:

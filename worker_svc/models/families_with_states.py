@@ -88,8 +88,8 @@ def delta_rule(*, by_key: bool) -> Any:
 
 _PARTLY: Values = {"partial_rotary_factor": 0.25}
 
-# Layers with delta rules; norms add 1 to their weights, except for the norms of delta rules; every few layers attend, with
-# gates on the results.
+# Layers with delta rules; every few layers attend, with gates on the results. Norms add 1 to their weights, except for
+# the norms of delta rules.
 _QWEN_3_5 = WITH_STATES.add(
     "Qwen3_5ForCausalLM",
     _PARTLY,
