@@ -2,7 +2,7 @@
 
 A block of tokens has the keys and values of each layer of attention, one layer after the other. A block of a state has
 units of equal bytes, as `kernels.states` describes. Both are bytes of the same tensor, `[1, num_blocks, 1, 1, width]`
-of the pool's dtype, so blocks are copied, swapped, moved and kept in files as those of other models are.
+of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
 """
 
 from collections.abc import Sequence

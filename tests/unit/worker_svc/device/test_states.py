@@ -138,7 +138,7 @@ def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_
     actual = rows.run((1, 1), (0, 5), samples=[1, 0])
     actual = [each[1:] for each in actual]
     while len(actual) < 10:
-        # Of the last pass of this step.
+        # The last pass of this step writes it.
         checkpoints = [(0, 47, *later)] if max_passes > 1 and rows.computed[0] == 44 else []
         actual += [each[:1] for each in rows.run((0, 1), (1, 1), samples=[0, 1], checkpoints=checkpoints)]
     assert all(map(torch.equal, expected, actual))
