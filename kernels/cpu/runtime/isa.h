@@ -1,5 +1,5 @@
-// The kernels that every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp and product.cpp are compiled
-// once for each, in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could
+// The kernels that every instruction set provides. Some files (CMakeLists.txt lists them) are compiled once for each, in
+// a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could
 // share between them: a processor without AVX-512 must never run code that was compiled for AVX-512.
 #pragma once
 
