@@ -201,7 +201,7 @@ def _model(name: str | None) -> Finding:
         of_each = states.num_units * states.unit_bytes / (1 << 20)
         found += (
             f"; {states.num_layers} layers ({states.kind}) keep a state of {of_each:.2f} MiB in float32 for each "
-            "sequence, in blocks of the KV pool, which also keeps copies of it (checkpoints) for prompts that begin alike"
+            "sequence, in blocks of the KV pool, which also keeps copies of it (checkpoints) for later prompts"
         )
     available = available_memory()
     if available is not None and size > available and importlib.util.find_spec("torch") is not None:
