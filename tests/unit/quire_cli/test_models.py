@@ -82,7 +82,7 @@ def test_models_of_the_cache_and_of_directories_are_listed(
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB"]
+    assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB", "-"]
     assert main(["models", str(tmp_path / "none")]) == 2
     # `quire doctor` checks the files that a model has.
     assert cached(HubName("org/llama")) == whole
