@@ -38,9 +38,9 @@ struct ConvScratch {
 };
 
 struct ScanScratch {
-  float* a;       // [num_states, kColumns]
-  float *b, *c;   // [num_states] of a token
-  float* rest;    // [num_states, kColumns]
+  float* a;      // [num_states, kColumns]
+  float *b, *c;  // [num_states] of a token
+  float* rest;   // [num_states, kColumns]
 
   ScanScratch(const ScanArgs& args, Arena& arena)
       : a(arena.take<float>(args.num_states * kColumns)),
