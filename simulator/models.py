@@ -30,7 +30,7 @@ class ModelShape:
         dtype_bytes: Bytes of a weight, and of an element of the KV pool.
         max_model_len: Maximum number of tokens of a sequence.
         num_windowed: Layers that read only the last `window` tokens.
-        states: Of the layers that keep a state of fixed size; None if there are none.
+        states: Sizes of the states of layers that keep one; None if there are none.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What a sequence keeps in layers that keep a state of fixed size, as config.json gives it; in blocks of the KV pool.
+"""Sizes of the states that a sequence has in layers without keys, from config.json, in bytes and in blocks.
 
 The worker's models have the same numbers from their layers (`StateLayout`). This module needs no torch.
 """

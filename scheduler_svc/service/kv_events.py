@@ -148,7 +148,7 @@ def _number(content: BlockHash) -> int:
 
 
 class _Checkpoints:
-    """The blocks of checkpoints of states in the cache, of which there are no events: they have no tokens of their own,
+    """The blocks of checkpoints of states in the cache. There are no events of them: they have no tokens of their own,
     so a subscriber would take them for more copies of the blocks of tokens."""
 
     def __init__(self) -> None:

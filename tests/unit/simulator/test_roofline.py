@@ -119,14 +119,14 @@ def test_layers_with_states_take_blocks_of_the_sequence_and_no_slots(tmp_path: P
     shape = ModelShape.read(write_config(tmp_path, **config))
     assert shape.states is not None
     assert (shape.slot_bytes, shape.num_attending) == (2 * 4 * 64 * 2, 1)
-    # A block has 16 tokens, 16 KiB, or two tiles of 128 lines; a layer has 4 of these for each of 32 heads, and those
-    # of the convolution: 2,304 channels and 3 lines.
+    # A block has 16 tokens, 16 KiB, or two tiles of 128 lines; a layer has 4 of these for each of 32 heads, and 4 more
+    # for the convolution: 2,304 channels and 3 lines.
     assert (shape.block_bytes(16), shape.states.unit_bytes) == (16384, 8192)
     assert shape.states.num_units == 7 * (128 + 4)
     assert shape.state_blocks(16) == 7 * (128 + 4) // 2
     with pytest.raises(ConfigurationError, match="its layers keep states"):
         shape.split(2)
-    # The weights are those of the layers, and a decode reads and writes the state.
+    # The weights of all layers count, and a decode reads and writes the state.
     of_state_layer = 1024 * (2 * 2048 + 2 * 128 + 32) + 2048 * 1024
     of_layers = 7 * of_state_layer + 1024 * 64 * 2 * 20 + 8 * (3 * 1024 * 2048 + 2 * 1024) + 1024
     assert shape.layer_parameters == of_layers

@@ -1,4 +1,4 @@
-"""Sizes of states from config.json are those of the worker's models."""
+"""Sizes of states from config.json equal the sizes in the worker's models."""
 
 from typing import Any
 
