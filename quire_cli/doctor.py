@@ -17,6 +17,7 @@ from pathlib import Path
 
 from quire.model_files.model_directory import HubName, ModelDirectory, weight_files
 from quire.model_files.model_source import hub_name, resolve_model
+from quire.model_files.state_sizes import state_sizes
 from quire.rpc.process import missing_package
 from quire.runtime.finding import Finding, Verdict
 from quire.runtime.processors import available_memory, cores, num_nodes, num_processors
@@ -196,6 +197,12 @@ def _model(name: str | None) -> Finding:
     except ConfigurationError as error:
         return Finding("model", Verdict.WRONG, str(error), "give another --model")
     found = f"{directory.path}, {directory.architecture}, {size / _GIB:.2f} GiB of weights"
+    if (states := state_sizes(directory.architecture, directory.config)) is not None:
+        of_each = states.num_units * states.unit_bytes / (1 << 20)
+        found += (
+            f"; {states.num_layers} layers ({states.kind}) keep a state of {of_each:.2f} MiB in float32 for each "
+            "sequence, in blocks of the KV pool, which also keeps copies of it (checkpoints) for later prompts"
+        )
     available = available_memory()
     if available is not None and size > available and importlib.util.find_spec("torch") is not None:
         advice = "more than the available memory: fine on a GPU that holds it; on the CPU take a smaller model"

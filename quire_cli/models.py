@@ -13,6 +13,7 @@ from quire.model_files.gguf_header import SUFFIX, GgufHeader, part_names
 from quire.model_files.model_directory import ModelDirectory, is_gguf, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import of_bytes
+from quire.model_files.state_sizes import state_sizes
 from quire.runtime.settings import ConfigurationError, load_settings, setting
 
 PROGRAM = "quire models"
@@ -57,6 +58,7 @@ class _Model:
         format: The dtype of most weights, or a GGUF file's name for its types.
         weight_bytes: Size of the files, and in memory of weights that stay as in the file.
         kv_bytes: Bytes of 1,000 tokens in the KV pool, in the dtype that is served by default.
+        state_bytes: Bytes of the state of a sequence, if layers keep one.
     """
 
     model: str
@@ -66,6 +68,7 @@ class _Model:
     parameters: int | None = None
     weight_bytes: int | None = None
     kv_bytes: int | None = None
+    state_bytes: int | None = None
     problem: str | None = None
 
 
@@ -77,15 +80,22 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps([dataclasses.asdict(model) for model in models], indent=2))
         return 0
     width = max(len(model.model) for model in models)
-    print(f"{'model':<{width}}  {'format':<8}  {'parameters':>14}  {'weights':>10}  {'KV of 1,000 tokens':>18}")
+    print(
+        f"{'model':<{width}}  {'format':<8}  {'parameters':>14}  {'weights':>10}  {'KV of 1,000 tokens':>18}  "
+        f"{'state':>10}"
+    )
     for model in models:
         if model.problem is not None:
             print(f"{model.model:<{width}}  {model.problem}")
             continue
         sizes = [
-            "-" if size is None else " ".join(of_bytes(size, size)[1:]) for size in (model.weight_bytes, model.kv_bytes)
+            "-" if size is None else " ".join(of_bytes(size, size)[1:])
+            for size in (model.weight_bytes, model.kv_bytes, model.state_bytes)
         ]
-        print(f"{model.model:<{width}}  {model.format:<8}  {model.parameters:>14,}  {sizes[0]:>10}  {sizes[1]:>18}")
+        print(
+            f"{model.model:<{width}}  {model.format:<8}  {model.parameters:>14,}  {sizes[0]:>10}  {sizes[1]:>18}  "
+            f"{sizes[2]:>10}"
+        )
     return 0
 
 
@@ -125,7 +135,9 @@ def _read(name: str, path: Path) -> _Model:
         format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
         size = sum(file.stat().st_size for file in files)
         kv_bytes = _kv_bytes(described)
-        return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes)
+        of_states = state_sizes(described.architecture, described.config)
+        state_bytes = None if of_states is None else of_states.num_units * of_states.unit_bytes
+        return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes, state_bytes)
     except (ConfigurationError, OSError) as error:
         return _Model(name, str(path), problem=str(error))
 
@@ -181,6 +193,8 @@ def _kv_bytes(described: ModelDirectory) -> int | None:
         size = None
     if isinstance(layers, int) and isinstance(shared, int):
         layers -= shared
+    if (of_states := state_sizes(described.architecture, described.config)) is not None:
+        layers = of_states.num_attending
     if "kv_lora_rank" in config:
         rank, rotated = first("kv_lora_rank"), first("qk_rope_head_dim")
         size = rank + rotated if latents and isinstance(rank, int) and isinstance(rotated, int) else None

@@ -228,6 +228,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
             "full_groups": groups.num_full,
             "windowed_groups": groups.num_windowed,
             "window": groups.window,
+            "state_blocks": model.state_blocks(block_size),
         }
         facts = {"cost_model": "roofline", "hardware": asdict(hardware), "model": asdict(model)}
         # Each rank sends its part of a block.
@@ -267,7 +268,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
         max_num_batched_tokens = self.max_num_batched_tokens or sizes["max_num_batched_tokens"]
         max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max_num_batched_tokens)
         if self.max_num_seqs is not None and self.max_num_batched_tokens is None:
-            max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs)
+            max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs + 2 * bool(sizes.get("state_blocks")))
         longest = sizes["max_model_len"]
         if (self.max_model_len or 0) > longest:
             raise ConfigurationError(f"--max-model-len is {self.max_model_len:,}; the model takes at most {longest:,}")
@@ -298,6 +299,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
                 full_groups=sizes.get("full_groups", 1),
                 windowed_groups=sizes.get("windowed_groups", 0),
                 window=sizes.get("window", 0),
+                state_blocks=sizes.get("state_blocks", 0),
             )
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
@@ -412,10 +414,13 @@ def _head(replica: Replica) -> str:
     config = replica.config
     groups = ""
     if config.windowed_groups:
-        groups = f" in one of {config.groups.num_groups} groups of layers"
+        groups = f" in one of {config.layout.num_groups} groups of layers"
+    states = ""
+    if config.state_blocks:
+        states = f", the state of a sequence in {config.state_blocks} of them"
     lines = [
-        f"{config.num_blocks:,} blocks of {config.block_size} tokens{groups}, {config.num_host_blocks:,} in host "
-        f"memory; at most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens a step"
+        f"{config.num_blocks:,} blocks of {config.block_size} tokens{groups}{states}, {config.num_host_blocks:,} in "
+        f"host memory; at most {config.max_num_seqs:,} sequences and {config.max_num_batched_tokens:,} tokens a step"
     ]
     if (fleet := replica.fleet).num_replicas > 1:
         apart = f": {fleet.num_prefill} for prefill, the others for decode" if fleet.num_prefill else ""

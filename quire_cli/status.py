@@ -132,9 +132,13 @@ def _replica_line(replica: Replica) -> str:
         groups = f" in one of {num_groups} groups of layers"
     if replica.windowed_groups:
         groups += f", {replica.windowed_groups} with a window of {replica.window:,} tokens"
+    states = ""
+    if replica.state_blocks:
+        of_state = f" ({replica.state_blocks * replica.block_bytes / 2**20:.1f} MiB)" if replica.block_bytes else ""
+        states = f", the state of a sequence in {replica.state_blocks} of them{of_state}"
     return (
         f"replica {replica.scheduler_address}: {replica.num_gpu_blocks} blocks of {replica.block_size} tokens{groups}"
-        f"{size}, "
+        f"{size}{states}, "
         f"{replica.max_num_seqs} sequences and {replica.max_num_batched_tokens} tokens a step"
         + (f", on {replica.device_name}" if replica.device_name else "")
         + (f", for {replica.role.value}" if replica.role is not ReplicaRole.BOTH else "")

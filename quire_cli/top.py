@@ -227,7 +227,9 @@ def _history(replica: ReplicaNumbers, width: int) -> Text:
     lines = [_strip(pool, room)]
     if block_bytes:
         used, cached, total = (pool[f"{state}_blocks"] * block_bytes / 2**30 for state in ("used", "cached", "total"))
-        lines.append(Text(f"{'memory':<{_LABEL}}{used:.2f} GiB in use, {cached:.2f} cached, of {total:.2f}"))
+        of_state = replica.numbers.get("state_blocks", 0) * block_bytes / 2**20
+        states = f"; a state has {of_state:.1f} MiB" if of_state else ""
+        lines.append(Text(f"{'memory':<{_LABEL}}{used:.2f} GiB in use, {cached:.2f} cached, of {total:.2f}{states}"))
     for name, title, form in _CHARTS:
         values: list[float | None] = [each.get(name) for each in samples]
         shown = form(values[-1]) if values and values[-1] is not None else "-"

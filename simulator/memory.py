@@ -14,6 +14,7 @@ from scheduler_svc.core.step import StepPlan
 class MemoryUse:
     """Slots of the pool by their use; the rest of `total` is free. A slot is for one token in the layers of one group.
 
+    states    hold states of sequences, and checkpoints of them that a step in flight makes
     tokens    hold the keys and values of a token that is computed, or will be by a step in flight
     reserved  belong to a sequence and will hold one of its tokens
     wasted    belong to a sequence and never will
@@ -27,6 +28,7 @@ class MemoryUse:
     wasted: int
     shared: int
     cached: int
+    states: int = 0
 
 
 def paged_memory(scheduler: Scheduler) -> MemoryUse:
@@ -40,7 +42,12 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
     num_slots, num_computed = rows.num_slots[active], rows.num_computed[active]
     retired = [each.block_table for each in blocks.retired]
     num_retired = sum(len(each) - sum(map(each.count, blocks.blank)) for each in retired)
-    physical = (pool.num_used - num_retired) * size
+    of_states = len(
+        {block for row in active.nonzero()[0].tolist() for block in scheduler.batch.sequence(row).state_blocks}
+    )
+    of_checkpoints = sum(len(each.blocks) for made in scheduler.batch.checkpoints.values() for each in made)
+    num_retired += sum(len(each.state_blocks) for each in blocks.retired)
+    physical = (pool.num_used - num_retired - of_states - of_checkpoints) * size
     # The last token of a sequence is never computed and takes no slot.
     left = np.maximum(rows.max_len[active] - 1 - num_computed, 0)
     held = num_empty = reserved = 0
@@ -58,6 +65,7 @@ def paged_memory(scheduler: Scheduler) -> MemoryUse:
         wasted=num_empty - reserved,
         shared=max(held - physical, 0),
         cached=pool.num_cached * size,
+        states=(of_states + of_checkpoints) * size,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 
 from quire.messages.layer_groups import ONE_GROUP, LayerGroups
 from quire.model_files.model_directory import ModelDirectory
+from quire.model_files.state_sizes import StateSizes, state_sizes
 from quire.runtime.settings import ConfigurationError
 
 _COMPARED_TOKENS, _MAX_WASTE = 8192, 1.03
@@ -29,6 +30,7 @@ class ModelShape:
         dtype_bytes: Bytes of a weight, and of an element of the KV pool.
         max_model_len: Maximum number of tokens of a sequence.
         num_windowed: Layers that read only the last `window` tokens.
+        states: Sizes of the states of layers that keep one; None if there are none.
     """
 
     name: str
@@ -47,6 +49,7 @@ class ModelShape:
     dtype_bytes: int = 2
     num_windowed: int = 0
     window: int = 0
+    states: StateSizes | None = None
 
     @classmethod
     def opt(cls, name: str, num_layers: int, hidden_size: int, num_heads: int) -> Self:
@@ -104,6 +107,7 @@ class ModelShape:
             dtype_bytes=DTYPE_BYTES.get(str(config.values.get("dtype") or config.values.get("torch_dtype")), 2),
             num_windowed=num_windowed,
             window=config.number("sliding_window") if num_windowed else 0,
+            states=state_sizes(model.architecture, model.config),
         )
 
     def with_dtype(self, dtype: str) -> Self:
@@ -114,6 +118,8 @@ class ModelShape:
         """The same shape over `num_devices` devices. If there are more devices than heads of keys and values, devices
         hold copies of a head. Raises ConfigurationError if a worker would refuse to split it so."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
+        if self.states is not None and num_devices > 1:
+            raise ConfigurationError(f"{num_devices} devices cannot share {self.name}: its layers keep states")
         if heads % num_devices or (kv_heads % num_devices and num_devices % kv_heads):
             raise ConfigurationError(
                 f"{num_devices} devices cannot share {self.name}: they must divide its {heads} attention heads, and "
@@ -131,7 +137,14 @@ class ModelShape:
         if self.has_biases:
             biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + self.hidden_size
             biases += self.ffn_size + self.hidden_size + 2 * self.hidden_size
-        return self.num_layers * (attention + ffn + norms + biases) + self.hidden_size * (1 + self.has_biases)
+        of_states = 0 if self.states is None else self.states.num_layers * self.states.parameters
+        mixers = self.num_attending * attention + of_states
+        return mixers + self.num_layers * (ffn + norms + biases) + self.hidden_size * (1 + self.has_biases)
+
+    @property
+    def num_attending(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers if self.states is None else self.states.num_attending
 
     @property
     def head_parameters(self) -> int:
@@ -150,11 +163,22 @@ class ModelShape:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the keys and values of one token, in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.num_attending * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block: `block_size` tokens of the layers of one group."""
+        """Bytes of a block: `block_size` tokens of the layers of one group, or a part of a state."""
+        if self.states is not None:
+            return self.states.block_bytes(self.slot_bytes * block_size)
         return self.cut(block_size)[0] * self.slot_bytes // self.num_layers * block_size
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of a sequence."""
+        return 0 if self.states is None else self.states.num_units * self.states.unit_bytes
+
+    def state_blocks(self, block_size: int) -> int:
+        """Blocks that hold the state of a sequence."""
+        return 0 if self.states is None else self.states.num_blocks(self.block_bytes(block_size))
 
     def cut(self, block_size: int) -> tuple[int, LayerGroups]:
         """The layers of a group, and the groups, as a worker cuts them: groups of equal bytes, with the most layers a
@@ -171,7 +195,7 @@ def _cut(model: ModelShape, block_size: int) -> tuple[int, LayerGroups]:
     cuts = [(model.num_layers, ONE_GROUP)]
     num_tokens = min(_COMPARED_TOKENS, model.max_model_len)
     # The last token of a prompt may have a step of its own, which then computes the token before it, too.
-    if model.num_windowed and model.window + 1 < model.max_model_len:
+    if model.states is None and model.num_windowed and model.window + 1 < model.max_model_len:
         for layers in range(model.num_layers, 0, -1):
             counts = (model.num_layers - model.num_windowed, model.num_windowed)
             full, windowed = (-(-count // layers) for count in counts)

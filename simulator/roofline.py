@@ -20,6 +20,8 @@ from simulator.hardware import (
 )
 from simulator.models import ModelShape
 
+_STATE_ELEMENT_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -41,7 +43,8 @@ class Roofline:
 
     def seconds(self, work: StepWork) -> StepSeconds:
         # Linear layers and attention take turns, so their times add up.
-        device = self._swaps(work) + self._copies(work) + self._linear(work) + self._attention(work)
+        mixing = self._attention(work) + self._states(work)
+        device = self._swaps(work) + self._copies(work) + self._linear(work) + mixing
         return StepSeconds(device + self._launches() + self._collectives(work))
 
     def _linear(self, work: StepWork) -> float:
@@ -57,8 +60,14 @@ class Roofline:
         attended = model.read_tokens(work.attended_pairs, work.num_tokens * model.window)
         moved = (context + work.num_tokens) * model.slot_bytes
         # Scores and the sum of values: a multiplication and an addition for each element of a head, twice.
-        flop = 4 * model.num_layers * model.num_heads * model.head_dim * attended
+        flop = 4 * model.num_attending * model.num_heads * model.head_dim * attended
         return self._longer(moved, flop)
+
+    def _states(self, work: StepWork) -> float:
+        """Each row's state is read and written once; each token changes it, with a multiplication and an addition for
+        each element, and reads it twice in the same way."""
+        size, num_rows = self.model.state_bytes, work.num_tokens - work.num_chunk_tokens + work.num_chunks
+        return self._longer(2 * size * num_rows, 6 * size / _STATE_ELEMENT_BYTES * work.num_tokens)
 
     def _longer(self, num_bytes: float, flop: float) -> float:
         hardware = self.hardware

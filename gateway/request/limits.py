@@ -70,27 +70,32 @@ DRAWING = {name: each.in_beam_search for name, each in NUMBERS.items() if each.i
 @dataclass(frozen=True, slots=True)
 class Pool:
     """The KV memory of one replica, in blocks of `block_size` tokens of all layers. With windows, a sequence that is by
-    itself in its request may be longer than the pool."""
+    itself in its request may be longer than the pool. A sequence also has `state_blocks` blocks for its state, and as
+    many for the one that it begins with."""
 
     num_blocks: int
     block_size: int
     has_windows: bool = False
+    state_blocks: int = 0
 
     @classmethod
     def of(cls, welcome: Welcome) -> Self:
         # One block is not for sequences if there are windows.
         has_windows = welcome.windowed_groups > 0
         num_groups = max(welcome.full_groups + welcome.windowed_groups, 1)
-        return cls((welcome.num_gpu_blocks - has_windows) // num_groups, welcome.block_size, has_windows)
+        num_blocks = (welcome.num_gpu_blocks - has_windows) // num_groups
+        return cls(num_blocks, welcome.block_size, has_windows, welcome.state_blocks)
 
     def longest_sequence(self, prompt_tokens: int, num_sequences: int) -> int:
         """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
 
-        The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. The
-        last token of each is never computed.
+        The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. With
+        states they may share nothing. The last token of each is never computed.
         """
         if self.has_windows and num_sequences == 1:
             return sys.maxsize
+        if self.state_blocks:
+            return max(self.num_blocks // num_sequences - 2 * self.state_blocks, 0) * self.block_size + 1
         shared = prompt_tokens // self.block_size
         own = (self.num_blocks - shared) // num_sequences
         longest = (shared + own) * self.block_size + 1

@@ -12,7 +12,8 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -146,6 +147,44 @@ def _number(content: BlockHash) -> int:
     return int.from_bytes(short(content), "big")
 
 
+class _Checkpoints:
+    """The blocks of checkpoints of states in the cache. There are no events of them: they have no tokens of their own,
+    so a subscriber would take them for more copies of the blocks of tokens."""
+
+    def __init__(self) -> None:
+        self._known = set[BlockHash]()
+        # Blocks that were published without tokens. They may turn out to be of checkpoints.
+        self._unknown = set[BlockHash]()
+
+    def hidden_in(self, changes: CacheChanges, num_groups: int) -> CacheChanges:
+        """The changes without blocks of checkpoints."""
+        if changes.is_cleared:
+            self._known.clear()
+            self._unknown.clear()
+        groups = {name: None if tokens is None else tokens.group for name, tokens in changes.stored.items()}
+        fresh = {name for name, group in groups.items() if group is not None and group >= num_groups}
+        # They were published before.
+        exposed = fresh & self._unknown
+        self._unknown -= {name for name, group in groups.items() if group is not None}
+        self._unknown |= {name for name, group in groups.items() if group is None}
+        hidden = self._known | fresh
+        self._known = hidden.difference(changes.removed)
+        self._unknown.difference_update(changes.removed)
+
+        def rest(names: Iterable[BlockHash]) -> list[BlockHash]:
+            return [name for name in names if name not in hidden]
+
+        return replace(
+            changes,
+            removed=[*rest(changes.removed), *exposed],
+            stored={name: tokens for name, tokens in changes.stored.items() if name not in hidden},
+            tier_stored=rest(changes.tier_stored),
+            tier_removed=rest(changes.tier_removed),
+            host_stored=rest(changes.host_stored),
+            host_removed=rest(changes.host_removed),
+        )
+
+
 class KvEventPublisher:
     """A PUB socket for events and, if configured, a ROUTER socket for replays. `publish` is a watcher of the cache."""
 
@@ -157,6 +196,7 @@ class KvEventPublisher:
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._max_batches = settings.kv_events_buffer
         self._num_bytes = 0
+        self._checkpoints = _Checkpoints()
         # Number of the newest batches that were not sent yet.
         self._num_waiting = 0
         self._next_number = 0
@@ -194,6 +234,8 @@ class KvEventPublisher:
 
     def publish(self, changes: CacheChanges, config: SchedulerConfig) -> None:
         """Sends the changes of a step, or keeps them for the next subscriber."""
+        if config.state_blocks:
+            changes = self._checkpoints.hidden_in(changes, config.layout.num_groups)
         if not (events := events_of(changes, config, with_tiers=self._with_tiers)):
             return
         payload = payload_of(events, at=clock.unix_s(), as_maps=self._as_maps)

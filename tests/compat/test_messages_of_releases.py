@@ -70,14 +70,14 @@ ADDED = frozenset(
         "quire.scheduler.v1.Welcome.19",
         "quire.scheduler.v1.Welcome.20",
         "quire.scheduler.v1.Welcome.21",
-        *(f"quire.scheduler.v1.Welcome.{number}" for number in range(22, 26)),
+        *(f"quire.scheduler.v1.Welcome.{number}" for number in range(22, 27)),
         "quire.scheduler.v1.ReplicaState.3",
         "quire.scheduler.v1.CacheUpdate.5",
         "quire.scheduler.v1.CacheUpdate.6",
         "quire.scheduler.v1.ReplicaState.4",
         "quire.scheduler.v1.ReplicaState.5",
-        *(f"quire.gateway.v1.Replica.{number}" for number in range(12, 16)),
-        *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 47)),
+        *(f"quire.gateway.v1.Replica.{number}" for number in range(12, 17)),
+        *(f"quire.scheduler.v1.ReplicaNumbers.{number}" for number in range(28, 48)),
     }
 )
 """Fields, as TYPE.NUMBER, that today's code writes to every release, since an older one may ignore them. All other new

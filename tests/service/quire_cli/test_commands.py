@@ -149,6 +149,8 @@ def test_status_shows_bytes_and_groups_of_layers() -> None:
     )
     dense = status._replica_line(replace(replica, windowed_groups=0))
     assert dense == "replica s: 2048 blocks of 16 tokens (2.00 GiB), 8 sequences and 64 tokens a step"
+    states = status._replica_line(replace(replica, windowed_groups=0, state_blocks=6))
+    assert "(2.00 GiB), the state of a sequence in 6 of them (6.0 MiB), 8 sequences" in states
 
 
 @pytest.fixture

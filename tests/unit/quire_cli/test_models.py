@@ -10,6 +10,8 @@ import pytest
 from quire.model_files.hub import cached
 from quire.model_files.model_directory import HubName
 from quire.model_files.model_source import resolve_model
+from quire.model_files.state_sizes import state_sizes
+from quire_cli.doctor import _model
 from quire_cli.main import main
 from quire_cli.models import _LATENTS, _LEFT_OUT
 from tests.support.gguf_files import write_gguf
@@ -27,6 +29,7 @@ TINY = {
     "weight_bytes": 6_709_752,
     # Keys and values of 4 layers, 2 heads of 32, in 2 bytes.
     "kv_bytes": 2 * 4 * 2 * 32 * 2 * 1000,
+    "state_bytes": None,
     "problem": None,
 }
 
@@ -79,7 +82,7 @@ def test_models_of_the_cache_and_of_directories_are_listed(
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
-    assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB"]
+    assert lines[1].split() == ["quire-tiny", "BF16", "3,352,832", "6.4", "MiB", "1000.0", "KiB", "-"]
     assert main(["models", str(tmp_path / "none")]) == 2
     # `quire doctor` checks the files that a model has.
     assert cached(HubName("org/llama")) == whole
@@ -130,6 +133,23 @@ def test_keys_of_a_model_whose_configuration_leaves_out_its_heads(
         served = family.read_config({})
         found = {"num_attention_heads": served.num_heads, "num_key_value_heads": served.num_kv_heads}
         assert assumed.items() <= (found | {"head_dim": served.head_dim}).items()
+
+
+def test_only_layers_with_keys_count_and_a_state_has_a_size_of_its_own(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_model(tmp_path, "granite-hybrid")
+    assert main(["models", "--json", str(tmp_path)]) == 0
+    dense, hybrid = json.loads(capsys.readouterr().out)
+    assert dense["state_bytes"] is None
+    # One of three layers attends.
+    assert hybrid["kv_bytes"] == 2 * 2 * 16 * 4 * 1000
+    sizes = state_sizes("GraniteMoeHybridForCausalLM", json.loads((tmp_path / "config.json").read_text()))
+    assert sizes is not None
+    assert hybrid["state_bytes"] == sizes.num_units * sizes.unit_bytes
+    assert main(["models", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("state")
+    assert "2 layers (Mamba 2) keep a state of" in _model(str(tmp_path)).found
 
 
 def test_a_token_has_one_line_with_latent_attention(

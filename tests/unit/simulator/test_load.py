@@ -156,6 +156,21 @@ def test_the_use_of_a_pool_of_groups_counts_only_blocks_that_are_held() -> None:
     assert most > 4 * 30
 
 
+def test_states_and_their_checkpoints_are_no_tokens() -> None:
+    driver = Driver(make_config(num_blocks=100, state_blocks=3))
+    for handle, length in enumerate((21, 9, 31)):
+        driver.submit(make_request(handle, prompt_len=length, max_tokens=30, prompt=[handle] * length))
+    blocks, most = driver.scheduler.batch.blocks, 0
+    for _ in range(25):
+        driver.run_steps(1)
+        memory, (full, _, states) = paged_memory(driver.scheduler), driver.scheduler.batch.blocks_by_kind()
+        assert memory.tokens + memory.reserved + memory.wasted == 4 * full
+        assert memory.states >= 4 * states
+        assert 4 * full + memory.states == 4 * blocks.pool.num_used
+        most = max(most, states)
+    assert most == 9
+
+
 def test_each_step_says_what_limited_it() -> None:
     prompts = [frozen(np.arange(10 + 50 * index, 40 + 50 * index)) for index in range(6)]
     load = [replace(plain(index, 30, 60, arrival_s=0.0), prompt=each) for index, each in enumerate(prompts)]

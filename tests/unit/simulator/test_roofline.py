@@ -111,6 +111,29 @@ def test_layers_with_a_window_are_groups_of_their_own(tmp_path: Path, windows: d
     assert windowed / full == pytest.approx((2 * 16384 + 10 * 513) / (12 * 16384), rel=0.01)
 
 
+def test_layers_with_states_take_blocks_of_the_sequence_and_no_slots(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "intermediate_size": 2048}
+    limits = {"vocab_size": 1000, "max_position_embeddings": 32768, "num_key_value_heads": 4, "num_local_experts": 0}
+    mamba = {"mamba_n_heads": 32, "mamba_d_state": 128, "layer_types": [*["mamba"] * 7, "attention"]}
+    config = {"architectures": ["GraniteMoeHybridForCausalLM"], **sizes, **limits, **mamba}
+    shape = ModelShape.read(write_config(tmp_path, **config))
+    assert shape.states is not None
+    assert (shape.slot_bytes, shape.num_attending) == (2 * 4 * 64 * 2, 1)
+    # A block has 16 tokens, 16 KiB, or two tiles of 128 lines; a layer has 4 of these for each of 32 heads, and 4 more
+    # for the convolution: 2,304 channels and 3 lines.
+    assert (shape.block_bytes(16), shape.states.unit_bytes) == (16384, 8192)
+    assert shape.states.num_units == 7 * (128 + 4)
+    assert shape.state_blocks(16) == 7 * (128 + 4) // 2
+    with pytest.raises(ConfigurationError, match="its layers keep states"):
+        shape.split(2)
+    # The weights of all layers count, and a decode reads and writes the state.
+    of_state_layer = 1024 * (2 * 2048 + 2 * 128 + 32) + 2048 * 1024
+    of_layers = 7 * of_state_layer + 1024 * 64 * 2 * 20 + 8 * (3 * 1024 * 2048 + 2 * 1024) + 1024
+    assert shape.layer_parameters == of_layers
+    one = work(num_tokens=1, num_samples=1, context_tokens=1, attended_pairs=1)
+    assert Roofline(shape, A100)._states(one) == pytest.approx(2 * shape.state_bytes / A100.bandwidth)
+
+
 def test_hardware_that_is_not_known_or_too_small_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r'"a200" is not known; there are a100-40gb, .* NAME-xN'):
         Hardware.named("a200")

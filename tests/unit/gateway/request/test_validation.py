@@ -3,7 +3,7 @@
 import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +17,8 @@ from gateway.types import ChatMessage, ChatPrompt, Prompt, TextPrompt, TokenProm
 from quire.common.v1.common_pb2 import EARLY_STOPPING_NEVER, Constraint
 from quire.gateway.v1.generation_pb2 import Tool, ToolChoice
 from quire.rpc.errors import InvalidArgument
+from scheduler_svc.core.request import max_blocks
+from tests.support.core_driver import make_config, make_request
 from tests.support.parameters import make_options
 
 LIMITS = Limits(
@@ -310,7 +312,7 @@ def test_sequences_of_all_prompts_are_bounded_together(sampling, num_prompts, fi
 
 
 def test_groups_of_layers_share_the_pool():
-    welcome: Any = SimpleNamespace(num_gpu_blocks=49, block_size=4, full_groups=1, windowed_groups=2)
+    welcome: Any = SimpleNamespace(num_gpu_blocks=49, block_size=4, full_groups=1, windowed_groups=2, state_blocks=0)
     pool = Pool.of(welcome)
     assert pool == Pool(16, 4, has_windows=True)
     # Sequences of one request hold all blocks of windows; the scheduler bounds one that is by itself.
@@ -319,6 +321,22 @@ def test_groups_of_layers_share_the_pool():
     # A scheduler of an earlier release does not say.
     welcome.full_groups = welcome.windowed_groups = 0
     assert Pool.of(welcome) == Pool(49, 4)
+
+
+def test_states_take_blocks_of_each_sequence_and_are_counted_as_by_the_scheduler():
+    sizes = {"block_size": 4, "full_groups": 1, "windowed_groups": 0, "state_blocks": 3}
+    pool = Pool.of(cast(Any, SimpleNamespace(num_gpu_blocks=50, **sizes)))
+    config = make_config(num_blocks=50, state_blocks=3, max_model_len=1000)
+    for count in (1, 2, 4, 9):
+        longest = pool.longest_sequence(1, count)
+        needed = [
+            max_blocks(make_request(1, prompt=[1], max_tokens=length - 1, num_sequences=count), config)
+            for length in (longest, longest + 1)
+            if length > 1
+        ]
+        assert needed[-1] > 50
+        assert all(each <= 50 for each in needed[:-1])
+    assert config.max_len + 1 == pool.longest_sequence(1, 1)
 
 
 def test_errors_show_no_long_texts_of_the_caller():

@@ -10,7 +10,7 @@ from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.service import kv_events
 from scheduler_svc.service.kv_events import KvEventPublisher
 from scheduler_svc.settings import SchedulerSettings
-from tests.support.core_driver import make_config
+from tests.support.core_driver import Driver, make_config, make_request
 from tests.support.kv_subscriber import events_in
 
 
@@ -139,6 +139,37 @@ async def test_blocks_of_groups_of_layers_are_chains_of_their_own_with_the_numbe
     publisher.publish(CacheChanges(False, [], {in_group(names[1], 1): CachedTokens(names[0], [], group=1)}), config)
     ((_, later),) = events_in(socket.payloads[2])
     assert later["parent_block_hash"] == numbers[1][0]
+
+
+async def test_there_are_no_events_of_checkpoints_of_states() -> None:
+    publisher, socket = make_publisher(kv_events_disk=True)
+    driver = Driver(config := make_config(num_blocks=24, state_blocks=3))
+    log, told = driver.scheduler.log_cache(), set[int]()
+    for handle in range(6):
+        driver.submit(make_request(handle, prompt=[handle] * 18, max_tokens=9))
+        driver.run_until_idle()
+        changes = log.take()
+        assert changes is not None
+        assert {tokens.group for tokens in changes.stored.values() if tokens} == {0, 1, 2, 3}
+        publisher.publish(changes, config)
+    await socket.until_read(publisher, b"\x01")
+    for kind, fields in (event for payload in socket.payloads for event in events_in(payload)):
+        if kind == "BlockStored":
+            assert len(fields["token_ids"]) == 4 * len(fields["block_hashes"])
+            told.update(fields["block_hashes"])
+        elif kind == "BlockRemoved":
+            assert told.issuperset(fields["block_hashes"])
+            told.difference_update(fields["block_hashes"])
+    names = driver.scheduler.batch.blocks.pool.sealed_hashes()
+    assert told < set(map(number_of, names))
+    assert told
+    # A block that came without tokens, and turns out to be of a checkpoint.
+    late, state = BlockHash(bytes(31) + b"x"), CachedTokens(None, [1] * 4, group=1)
+    for stored in ({late: None}, {late: state}):
+        publisher.publish(CacheChanges(False, [], stored, tier_stored=[late]), config)
+    publisher.publish(CacheChanges(False, [late], {}), config)
+    events = [(kind, fields["block_hashes"]) for payload in socket.payloads[-2:] for kind, fields in events_in(payload)]
+    assert events == [("BlockStored", [number_of(late)])] * 2 + [("BlockRemoved", [number_of(late)])]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,127 @@
+"""Sizes of the states that a sequence has in layers without keys, from config.json, in bytes and in blocks.
+
+The worker's models have the same numbers from their layers (`StateLayout`). This module needs no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_COLUMNS, _FLOAT_BYTES, _ALIGNMENT = 16, 4, 64
+"""Columns of a tile, bytes of an element, and the alignment of blocks, as in `kernels.states` and the worker's pool."""
+
+_STATES = ("linear_attention", "conv", "mamba")
+_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """The state of one sequence, in float32.
+
+    Attributes:
+        num_layers: Layers that keep a state.
+        num_attending: Layers that keep keys and values.
+        tiles: The parts of a layer's state: number of tiles, and lines of each.
+        parameters: Elements of the matrices of such a layer, without its MLP.
+        kind: For people.
+    """
+
+    num_layers: int
+    num_attending: int
+    tiles: tuple[tuple[int, int], ...]
+    parameters: int
+    kind: str
+
+    @property
+    def unit_bytes(self) -> int:
+        """A unit lies within one block, and holds whole tiles of one layer."""
+        return max(lines for _, lines in self.tiles) * _COLUMNS * _FLOAT_BYTES
+
+    @property
+    def num_units(self) -> int:
+        per_unit = [self.unit_bytes // (lines * _COLUMNS * _FLOAT_BYTES) for _, lines in self.tiles]
+        return self.num_layers * sum(-(-count // most) for (count, _), most in zip(self.tiles, per_unit, strict=True))
+
+    def block_bytes(self, bytes_of_tokens: int) -> int:
+        """Bytes of a block: of its tokens in the layers of attention, or of a unit if that is larger."""
+        return -(-max(bytes_of_tokens, self.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
+
+    def num_blocks(self, block_bytes: int) -> int:
+        """Blocks that hold a state."""
+        return -(-self.num_units // (block_bytes // self.unit_bytes))
+
+
+def state_sizes(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
+    """The sizes; None if no layer keeps a state, or if the configuration does not determine them."""
+    try:
+        return _read(architecture, config)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
+    def number(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(name)
+        return value
+
+    hidden, count = number("hidden_size"), number("num_hidden_layers", 1)
+    types = config.get("layer_types") or config.get("layers_block_type")
+    is_mamba, inner, heads, lines, groups, taps = False, 0, 0, 0, 1, 4
+    match architecture:
+        case "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM" | "Qwen3NextForCausalLM":
+            every = number("full_attention_interval", 4)
+            types = types or [_STATES[0] if (index + 1) % every else "attention" for index in range(count)]
+            key_heads, heads = number("linear_num_key_heads", 16), number("linear_num_value_heads", 32)
+            lines, columns = number("linear_key_head_dim", 128), number("linear_value_head_dim", 128)
+            channels, inner = 2 * key_heads * lines + heads * columns, heads * columns
+            parts = _conv(channels, number("linear_conv_kernel_dim", 4)), (heads * -(-columns // _COLUMNS), lines)
+            parameters = hidden * (channels + 2 * inner + 2 * heads)
+            return _sizes(types, parts, parameters, "delta rule")
+        case "Lfm2ForCausalLM" | "Lfm2MoeForCausalLM":
+            attending = config.get("full_attn_idxs")
+            attending = range(count) if attending is None else attending
+            types = types or ["attention" if index in attending else "conv" for index in range(count)]
+            return _sizes(types, (_conv(hidden, number("conv_L_cache", 3)),), 4 * hidden * hidden, "convolution")
+        case "BambaForCausalLM":
+            attending = config.get("attn_layer_indices") or ()
+            types = ["attention" if index in attending else "mamba" for index in range(count)]
+            is_mamba = True
+        case "GraniteMoeHybridForCausalLM" | "FalconH1ForCausalLM":
+            is_mamba = True
+        case "NemotronHForCausalLM":
+            types = types or [_LETTERS[letter] for letter in str(config["hybrid_override_pattern"])]
+            heads, columns = number("mamba_num_heads", 128), number("mamba_head_dim", 64)
+            inner, groups = heads * columns, number("n_groups", number("mamba_n_groups", 8))
+            lines, taps = number("ssm_state_size", 128), number("conv_kernel", 4)
+        case _:
+            return None
+    if is_mamba:
+        is_falcon = architecture == "FalconH1ForCausalLM"
+        heads, lines, taps = number("mamba_n_heads", 128), number("mamba_d_state", 256), number("mamba_d_conv", 4)
+        inner = number("mamba_d_ssm", 1024 if is_falcon else number("mamba_expand", 2) * hidden)
+        groups = number("mamba_n_groups", 1)
+    if inner % heads:
+        raise ValueError(heads)
+    channels = inner + 2 * groups * lines
+    parts = _conv(channels, taps), (heads * -(-(inner // heads) // _COLUMNS), lines)
+    parameters = hidden * (channels + 2 * inner + heads)
+    if architecture == "FalconH1ForCausalLM":
+        return StateSizes(count, count, parts, parameters, "Mamba 2")
+    return _sizes(types, parts, parameters, "Mamba 2")
+
+
+def _conv(channels: int, taps: int) -> tuple[int, int]:
+    if taps < 2:
+        raise ValueError(taps)
+    return -(-channels // _COLUMNS), taps - 1
+
+
+def _sizes(types: Any, parts: tuple[tuple[int, int], ...], parameters: int, kind: str) -> StateSizes | None:
+    if not isinstance(types, list):
+        return None
+    num_layers = sum(each in _STATES for each in types)
+    num_attending = sum(each in ("attention", "full_attention") for each in types)
+    return StateSizes(num_layers, num_attending, parts, parameters, kind) if num_layers else None
