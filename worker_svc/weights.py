@@ -248,6 +248,17 @@ class Checkpoint:
         """A checkpoint of the same directory that has these instead."""
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
+    def with_beginnings(self, renamed: Mapping[str, str]) -> "Checkpoint":
+        """The same with other beginnings of names; of those in `renamed`, the first that fits counts."""
+        if not renamed:
+            return self
+
+        def name_of(name: str) -> str:
+            old = next((each for each in renamed if name.startswith(each)), None)
+            return name if old is None else renamed[old] + name.removeprefix(old)
+
+        return self.with_tensors({name_of(name): tensor for name, tensor in self._tensors.items()})
+
     def with_experts_apart(self, hidden_size: object) -> "Checkpoint":
         """The same with tensors of each expert, in the place of tensors that have all experts of a layer."""
         tensors = dict(self._tensors)

@@ -64,6 +64,12 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_next": "Qwen3NextForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES.values())

@@ -194,9 +194,9 @@ _PLACES = "it does not count positions from 0"
 
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *("bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "inkling2_text"),
-        *("inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax"),
-        *("nemotron_h", "olmo_hybrid", "qwen4_exp_text"),
+        *("bailing_hybrid", "deepseek_v4", "falcon_mamba", "inkling2_text"),
+        *("inkling_text", "jamba", "kimi_linear", "lfm3", "mamba", "mamba2", "minimax"),
+        *("olmo_hybrid", "qwen4_exp_text"),
         *("recurrent_gemma", "zamba", "zamba2", "zaya"),
     ),
     _NOT_COUNTED: (

@@ -497,11 +497,70 @@ _DELTA_RULE = {
     "linear_num_value_heads": 4,
 }
 
+_MAMBA_2 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+}
+
 STATES: dict[str, Family] = {
     # Layers that keep a state for each sequence.
     "qwen3.5": Family("Qwen3_5", _DELTA_RULE, "Qwen3_5TextConfig", num_calls=1),
     "qwen3-next-moe": Family(
         "Qwen3Next", {**_DELTA_RULE, **FEW_EXPERTS, "shared_expert_intermediate_size": 48}, num_calls=1
+    ),
+    "granite-hybrid": Family(
+        "GraniteMoeHybrid",
+        {
+            **_GRANITE,
+            **_MAMBA_2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 48,
+            "position_embedding_type": "rope",
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.01, 0.5),
+        },
+        num_calls=1,
+    ),
+    "falcon-h1": Family(
+        "FalconH1",
+        {
+            "mamba_d_ssm": 96,
+            "mamba_n_heads": 6,
+            "mamba_d_state": 16,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3.0,
+            "lm_head_multiplier": 0.5,
+            "mlp_multipliers": [0.75, 1.5],
+            "key_multiplier": 0.5,
+            "attention_in_multiplier": 1.25,
+            "attention_out_multiplier": 0.75,
+            "ssm_in_multiplier": 0.5,
+            "ssm_out_multiplier": 1.5,
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
+        },
+    ),
+    "lfm2": Family(
+        "Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}, num_calls=1
+    ),
+    "lfm2-moe": Family(
+        "Lfm2Moe",
+        {
+            **FEW_EXPERTS,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.5,
+        },
+        num_calls=1,
     ),
 }
 

@@ -6,7 +6,7 @@ added in float32 in the order of the router's choice, so their sum does not depe
 operation of the library does all this, another one chooses, and both can be recorded.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import cached_property
 from statistics import NormalDist
@@ -34,6 +34,7 @@ class Mlp(nn.Module):
         names: of gate, up and down in it; two names are of up and down, without a gate. Gate and up of one name are
             merged there, the gates first.
         sparsity: the share of the gates that is 0, if they are normally distributed: a cutoff is subtracted from all.
+        scales: factors on the gates, before the activation, and on the outputs.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Mlp(nn.Module):
         bias: bool = False,
         names: tuple[str, ...] = GATE_UP_DOWN,
         sparsity: float = 0.0,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
         super().__init__()
         *inputs, down = (f"{name}.{each}" for each in names)
@@ -55,6 +57,8 @@ class Mlp(nn.Module):
         if is_gated and inputs[0] == inputs[1]:
             apart = ((0, f"{name}.{GATE_UP_DOWN[0]}"), (inner, f"{name}.{GATE_UP_DOWN[1]}"))
             parts = [LinearPart(inputs[0], inner, first=first, of=2 * inner, apart=other) for first, other in apart]
+        if is_gated:
+            parts[0] = replace(parts[0], scale=(scales[0],) * 2)
         kind = ActivationKind(activation, gated=is_gated)
         self.up = Linear(
             parts,
@@ -67,7 +71,8 @@ class Mlp(nn.Module):
         # Gates above it in multiples of their standard deviation are the largest `1 - sparsity`.
         self._cutoff = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._function, self._inner, self._ranks = kind.function, inner, placement.ranks
-        self.down = Linear([LinearPart(down, hidden)], inner, bias=bias, placement=placement, split=Split.INPUTS)
+        output = LinearPart(down, hidden, scale=(scales[1],) * 2)
+        self.down = Linear([output], inner, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., hidden]; returns the same shape."""

@@ -111,6 +111,7 @@ class LinearPart:
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
         order: of the outputs of heads, if it is not the same as in `ops.rotary`.
         spread: of the outputs from `first` on; None if they are neighbours.
+        scale: factors on the weights and on the biases of the checkpoint.
     """
 
     name: str
@@ -122,6 +123,7 @@ class LinearPart:
     order: HeadOrder | None = None
     apart: str | None = None
     spread: Spread | None = None
+    scale: tuple[float, float] = (1.0, 1.0)
 
 
 class Linear(Loadable):
@@ -187,12 +189,12 @@ class Linear(Loadable):
             stored = None if weight is None else tensors.read(self._weight_spec(part))
             stored = stored.t() if stored is not None and self._input_major else stored
             stored_bias = tensors.read(self._bias_spec(part)) if self._has_bias else None
-            for _, shard in group:
-                end = start + shard.size
+            for part, shard in group:
+                end, (of_weight, of_bias) = start + shard.size, part.scale
                 if weight is not None and stored is not None:
-                    weight[start:end] = stored[shard.slice, inputs.slice]
+                    weight[start:end] = _scaled(stored[shard.slice, inputs.slice], of_weight)
                 if bias is not None and stored_bias is not None:
-                    bias[start:end] = stored_bias[shard.slice]
+                    bias[start:end] = _scaled(stored_bias[shard.slice], of_bias)
                 start = end
         if coded is not None:
             self._product = make_coded_product(coded, bias, self._activation, self._placement)
@@ -207,7 +209,7 @@ class Linear(Loadable):
         """The weights as the file has them, joined where neighbours are of one kind; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
-        if not inputs.size or self._input_major:
+        if not inputs.size or self._input_major or any(part.scale[0] != 1 for part in self._parts):
             return None
         if not ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             return None
@@ -314,3 +316,7 @@ class Linear(Loadable):
 
     def _bias_spec(self, part: LinearPart) -> TensorSpec:
         return TensorSpec(f"{part.name}.bias", (part.of or part.out_features,))
+
+
+def _scaled(stored: torch.Tensor, factor: float) -> torch.Tensor:
+    return stored if factor == 1 else stored.float() * factor

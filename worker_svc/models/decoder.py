@@ -4,7 +4,7 @@ LLaMA and the families that differ from it by configuration are rows of the tabl
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,11 @@ class DecoderConfig:
     """The sizes of layers that keep a state for each sequence, and no keys."""
     state_layers: frozenset[int] = frozenset()
     """These layers. With them, all layers of attention are alike and see the whole context."""
+    mlp_layers: frozenset[int] = frozenset()
+    """Layers that are only an MLP, or experts."""
+    layers_without_mlp: frozenset[int] = frozenset()
+    states_beside_attention: bool = False
+    """Whether these layers attend, too; the results are added."""
     experts: ExpertsConfig | None = None
     intermediate_sizes: tuple[int, ...] | None = None
     """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
@@ -93,6 +98,8 @@ class DecoderConfig:
     """The name of the MLP in the layer."""
     final_norm: str = "norm"
     """The name of the norm after all layers."""
+    attention_module: str = "self_attn"
+    """The name of attention in the layer."""
     output_module: str = "o_proj"
     """The name of the output layer of attention."""
     gates_attention: bool = False
@@ -124,6 +131,11 @@ class DecoderConfig:
     norms_rotated_heads: bool = False
     """Whether query and key are rotated before their norms."""
 
+    qkv_scales: tuple[float, float] = (1.0, 1.0)
+    """Factors on the input of attention and on the keys, before they are rotated."""
+    attention_output_scale: float = 1.0
+    mlp_scales: tuple[float, float] = (1.0, 1.0)
+    """As in `Mlp`."""
     qkv_limit: float | None = None
     """The largest absolute value of queries, keys and values, which are clamped before they are rotated."""
     sliding_rope: RopeConfig | None = None
@@ -178,9 +190,8 @@ class DecoderConfig:
     @property
     def key_layers(self) -> tuple[int, ...]:
         """The layers with keys of their own."""
-        return tuple(
-            index for index in range(self.num_layers - self.num_shared_layers) if index not in self.state_layers
-        )
+        without = self.mlp_layers | (frozenset() if self.states_beside_attention else self.state_layers)
+        return tuple(index for index in range(self.num_layers - self.num_shared_layers) if index not in without)
 
     def reads_keys_of(self, index: int) -> int:
         """The layer whose keys a layer reads, as an index of `key_layers`."""
@@ -275,25 +286,30 @@ class DecoderLayer(nn.Module):
         hidden = config.hidden_size
         self._rotation = rotation
         self.state: StateLayer | None = None
+        self._sum = NoNorm()
         is_state = config.state is not None and index in config.state_layers
-        self.cache = None if is_state else config.reads_keys_of(index)
+        self.is_mlp, self.has_mlp = index in config.mlp_layers, index not in config.layers_without_mlp
+        attends = not self.is_mlp and (not is_state or config.states_beside_attention)
+        self.cache = config.reads_keys_of(index) if attends else None
         self._writes_keys = index in config.key_layers
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
-        self.attention_norm = make_norm(name, config.attention_norm, config, placement)
+        self.attention_norm = make_norm(name, None if self.is_mlp else config.attention_norm, config, placement)
         self.latent: LatentAttention | None = None
         if config.state is not None and is_state:
             self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
+        if not attends:
+            pass
         elif config.latent is None:
             self._add_heads(index, name, config, placement)
         else:
             scale = config.latent.query_dim**-0.5 if config.attention_scale is None else config.attention_scale
             self.latent = LatentAttention(
-                f"{name}.self_attn", config.latent, config.num_heads, hidden, scale, placement
+                f"{name}.{config.attention_module}", config.latent, config.num_heads, hidden, scale, placement
             )
         self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
-        self.mlp_norm = make_norm(name, config.mlp_norm, config, placement)
-        self.mlp = self._make_mlp(index, name, config, placement)
+        self.mlp_norm = make_norm(name, config.mlp_norm if self.has_mlp else None, config, placement)
+        self.mlp = self._make_mlp(index, name, config, placement) if self.has_mlp else nn.Identity()
         self.experts: ExpertsBesideMlp | None = None
         if config.experts is not None and config.experts.beside_mlp is not None:
             sizes = (hidden, config.activation, config.norm_eps)
@@ -311,13 +327,13 @@ class DecoderLayer(nn.Module):
         hidden, of_key, head_dim = config.hidden_size, *config.heads_of(index)
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, of_key)
         self.qkv = Linear(
-            self._parts_of_heads(index, f"{name}.self_attn", config, placement),
+            self._parts_of_heads(index, f"{name}.{config.attention_module}", config, placement),
             hidden,
             bias=config.qkv_bias,
             placement=placement,
             split=Split.OUTPUTS,
         )
-        norms = self._make_head_norms(f"{name}.self_attn", of_key, head_dim, config, placement)
+        norms = self._make_head_norms(f"{name}.{config.attention_module}", of_key, head_dim, config, placement)
         self.head_norms = nn.ModuleList(norms if self._writes_keys else norms[:1])
         has_norm = config.norms_values and self._writes_keys
         self.value_norm = UnitNorm(head_dim, config.norm_eps, placement) if has_norm else None
@@ -329,11 +345,11 @@ class DecoderLayer(nn.Module):
             values_are_keys=index in config.values_are_keys,
             sliding_window=config.sliding_windows[index],
             soft_cap=config.soft_cap,
-            sinks=Numbers(f"{name}.self_attn.sinks", config.num_heads, placement) if config.has_sinks else None,
+            sinks=Numbers(f"{name}.{config.attention_module}.sinks", config.num_heads, placement) if config.has_sinks else None,
         )
         self._num_gates = num_heads * head_dim if config.gates_attention else 0
         self.attention_output = Linear(
-            [LinearPart(f"{name}.self_attn.{config.output_module}", hidden)],
+            [LinearPart(f"{name}.{config.attention_module}.{config.output_module}", hidden, scale=(config.attention_output_scale,) * 2)],
             config.num_heads * head_dim,
             bias=config.attention_output_bias,
             placement=placement,
@@ -346,10 +362,11 @@ class DecoderLayer(nn.Module):
         num_kv_heads, head_dim = config.heads_of(index)
         query, key = config.num_heads * head_dim, num_kv_heads * head_dim
         kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
+        of_input, of_key = config.qkv_scales
         parts = [
-            LinearPart(f"{name}.q_proj", query, order=order),
-            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order),
-            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards),
+            LinearPart(f"{name}.q_proj", query, order=order, scale=(of_input, 1.0)),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=(of_input * of_key, of_key)),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, scale=(of_input, 1.0)),
         ]
         if index not in config.key_layers:
             return parts[:1]
@@ -400,6 +417,7 @@ class DecoderLayer(nn.Module):
             bias=config.mlp_bias,
             names=config.mlp_names,
             sparsity=0.0 if config.sparsities is None else config.sparsities[index],
+            scales=config.mlp_scales,
         )
 
     def attend(
@@ -442,11 +460,15 @@ class DecoderLayer(nn.Module):
     def mix(self, x: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
         """The first half of the layer, by attention or by its state: x [T, hidden], after the norm -> what is added to
         the residual stream, [T, hidden]."""
+        found: torch.Tensor | None = None
         if self.state is not None:
             assert inputs.states is not None, "the states of the rows"
-            return self.attention_output_norm(self.state(x, inputs.states))
+            found = self.state(x, inputs.states)
+            if self.cache is None:
+                return self.attention_output_norm(found)
         assert self.cache is not None
-        return self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
+        attended = self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
+        return attended if found is None else self._sum.add(found, attended)[0]
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.head_norms:
@@ -519,7 +541,7 @@ class Decoder(NativeCausalLM):
         decoders = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
         self.layers = nn.ModuleList(decoders)
         self.norm = make_norm("model", config.final_norm, config, placement)
-        self._norms = [*(layer.attention_norm for layer in decoders), self.norm]
+        self._norms = [*(each.mlp_norm if each.is_mlp else each.attention_norm for each in decoders), self.norm]
         self.head = make_head(
             self.embedding, hidden, config.vocab_size, tied=config.tied, bias=config.head_bias, placement=placement
         )
@@ -546,11 +568,15 @@ class Decoder(NativeCausalLM):
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._norms[1:], strict=True)):
             assert isinstance(layer, DecoderLayer)
-            output = layer.mix(x, inputs)
-            if layer.is_parallel:
-                _, residual = layer.mlp_norm.add(output, residual)
-            else:
-                x, residual = layer.mlp_norm.add(output, residual)
+            if not layer.is_mlp:
+                output = layer.mix(x, inputs)
+                if not layer.has_mlp:
+                    x, residual = next_norm.add(output, residual)
+                    continue
+                if layer.is_parallel:
+                    _, residual = layer.mlp_norm.add(output, residual)
+                else:
+                    x, residual = layer.mlp_norm.add(output, residual)
             output = layer.feed_forward(x, residual)
             if layer.ending is None:
                 x, residual = next_norm.add(output, residual)
@@ -645,6 +671,7 @@ class DecoderFamily:
         only: fields that may have only this value.
         rotates_partly: whether the rotation may turn a part of each head.
         describe: what config.json means, over the defaults, if a function says it as a whole.
+        renamed: beginnings of the names of tensors in the checkpoint, and what stands for them here; the first counts.
     """
 
     architecture: str
@@ -655,6 +682,7 @@ class DecoderFamily:
     rotates_partly: bool
     describe: Callable[[Mapping[str, Any]], DecoderConfig] | None = None
     base_prefix: str = "model."
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     def read_config(self, values: Mapping[str, Any]) -> DecoderConfig:
         """Raises ConfigurationError for a field of another type or out of range."""

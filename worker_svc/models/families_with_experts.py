@@ -71,22 +71,21 @@ WITH_EXPERTS.add(
     sliding_windows=lambda fields, config: (used_window_of(fields),) * config.num_layers,
 )
 
-# Granite with experts, all of one layer in one tensor of the checkpoint.
-_GRANITE_MOE = WITH_EXPERTS.add(
-    "GraniteMoeForCausalLM",
-    like=GRANITE,
-    experts=experts(
-        "num_local_experts",
-        8,
-        default_chosen=2,
-        normalized=True,
-        module="block_sparse_moe",
-        router="router.layer",
-        shared_inner_size=lambda fields, _: fields.integer("shared_intermediate_size", 0, minimum=0) or None,
-        shared="shared_mlp",
-        shared_names=("input_linear", "input_linear", "output_linear"),
-    ),
+# All experts of one layer are in one tensor of the checkpoint.
+GRANITE_EXPERTS = experts(
+    "num_local_experts",
+    8,
+    default_chosen=2,
+    normalized=True,
+    module="block_sparse_moe",
+    router="router.layer",
+    shared_inner_size=lambda fields, _: fields.integer("shared_intermediate_size", 0, minimum=0) or None,
+    shared="shared_mlp",
+    shared_names=("input_linear", "input_linear", "output_linear"),
 )
+
+# Granite with experts.
+_GRANITE_MOE = WITH_EXPERTS.add("GraniteMoeForCausalLM", like=GRANITE, experts=GRANITE_EXPERTS)
 WITH_EXPERTS.add("GraniteMoeSharedForCausalLM", like=_GRANITE_MOE)
 
 # The experts of DeepSeek V3, and a rotation that turns a part of each head.

@@ -4,41 +4,53 @@ from collections.abc import Callable
 from typing import Any
 
 from worker_svc.layers.delta_rule import DeltaRuleConfig
-from worker_svc.layers.experts import ExpertsConfig
+from worker_svc.layers.experts import ExpertsConfig, Scoring
+from worker_svc.layers.mamba2 import Mamba2Config
+from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
+from worker_svc.models.families import GRANITE
+from worker_svc.models.families_with_experts import GRANITE_EXPERTS
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
+    MOE_WIDTH,
+    NO_BIASES,
     NO_MLP_BIAS,
+    WITHOUT_GATE,
     Families,
     Values,
+    deepseek_experts,
+    flag,
     integer,
+    mixtral_experts,
+    number,
     qwen_experts,
 )
 
 WITH_STATES = Families()
-_ATTENTION = "full_attention"
+_STATES = ("linear_attention", "conv", "mamba")
+_ATTENTION = ("full_attention", "attention")
 
 IsState = Callable[[ConfigFields, DecoderConfig, int], bool]
 
 
-def state_layers(kind: str, is_state: IsState, attention: str = _ATTENTION) -> Any:
-    """A reader of the layers that keep a state: those of the type `kind` in `layer_types`; without `layer_types`, those
-    that satisfy `is_state`.
+def state_layers(is_state: IsState | None = None) -> Any:
+    """A reader of the layers that keep a state: those in `layer_types`, by the names of transformers 4 and 5; without
+    it, those that satisfy `is_state`.
 
     The reader raises ConfigurationError for an unknown type of layer, or if no layer attends.
     """
 
     def read(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
-        types, count = fields.values.get("layer_types"), config.num_layers
-        if types is None:
+        types, count = fields.values.get("layer_types") or fields.values.get("layers_block_type"), config.num_layers
+        if types is None and is_state is not None:
             found = frozenset(index for index in range(count) if is_state(fields, config, index))
-        elif isinstance(types, list) and len(types) == count and all(each in (kind, attention) for each in types):
-            found = frozenset(index for index, each in enumerate(types) if each == kind)
+        elif isinstance(types, list) and len(types) == count and all(each in _STATES + _ATTENTION for each in types):
+            found = frozenset(index for index, each in enumerate(types) if each in _STATES)
         else:
-            raise fields.error("layer_types", types, f"{count} of {kind} and {attention}")
+            raise fields.error("layer_types", types, f"{count} of {', '.join(_STATES + _ATTENTION)}")
         if len(found) == count:
-            raise fields.error("layer_types", types, f"at least one layer of {attention}")
+            raise fields.error("layer_types", types, f"at least one layer of {_ATTENTION[0]}")
         return found
 
     return read
@@ -87,7 +99,7 @@ _QWEN_3_5 = WITH_STATES.add(
     head_norms=HEAD_NORMS,
     gates_attention=True,
     state=delta_rule(by_key=False),
-    state_layers=state_layers("linear_attention", _by_interval),
+    state_layers=state_layers(_by_interval),
 )
 
 
@@ -109,4 +121,307 @@ WITH_STATES.add(
     like=_QWEN_3_5,
     state=delta_rule(by_key=True),
     experts=_qwen_next_experts,
+)
+
+
+def _short_convolution(fields: ConfigFields, config: DecoderConfig) -> ShortConvolutionConfig:
+    taps = fields.integer("conv_L_cache", 3, minimum=2)
+    return ShortConvolutionConfig(config.hidden_size, taps, fields.flag("conv_bias", False))
+
+
+def _no_attention(fields: ConfigFields, config: DecoderConfig, index: int) -> bool:
+    attending = fields.values.get("full_attn_idxs")
+    if attending is None:
+        attending = range(config.num_layers)
+    elif not isinstance(attending, list):
+        raise fields.error("full_attn_idxs", attending, "a list of layers")
+    return index not in attending
+
+
+def _lfm_inner_size(fields: ConfigFields, config: DecoderConfig) -> int:
+    """Two thirds of the field, times another one, in whole multiples of a third one."""
+    given = fields.integer("block_ff_dim", config.intermediate_size)
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return given
+    given = 2 * given // 3
+    if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
+        return given
+    given, multiple = int(fields.number("block_ffn_dim_multiplier", 1.0) * given), fields.integer("block_multiple_of", 256)
+    return -(-given // multiple) * multiple
+
+
+def _is_tied(fields: ConfigFields) -> bool:
+    """By the older name of the field too."""
+    return fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True))
+
+
+# Layers with short convolutions, and some with attention, whose query and key have norms of their heads.
+_LFM_2 = WITH_STATES.add(
+    "Lfm2ForCausalLM",
+    fixed={**NO_BIASES, "tie_word_embeddings": _is_tied},
+    norm_eps=number("norm_eps", 1e-5),
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    final_norm="embedding_norm",
+    mlp_module="feed_forward",
+    mlp_names=("w1", "w3", "w2"),
+    intermediate_sizes=lambda fields, config: (_lfm_inner_size(fields, config),) * config.num_layers,
+    output_module="out_proj",
+    head_norms=("q_layernorm", "k_layernorm"),
+    state=_short_convolution,
+    state_layers=state_layers(_no_attention),
+)
+
+
+def _first_dense(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    return frozenset(range(min(fields.integer("num_dense_layers", 2, minimum=0), config.num_layers)))
+
+
+# LFM2 with experts in all but the first layers.
+WITH_STATES.add(
+    "Lfm2MoeForCausalLM",
+    like=_LFM_2,
+    intermediate_sizes=None,
+    experts=mixtral_experts(
+        32,
+        4,
+        "num_experts",
+        module="feed_forward",
+        inner_size=MOE_WIDTH,
+        normalized=flag("norm_topk_prob", True),
+        dense_layers=_first_dense,
+        scoring=Scoring.SIGMOID,
+        correction=lambda fields, _: "expert_bias" if fields.flag("use_expert_bias", True) else None,
+        scale=number("routed_scaling_factor", 1.0),
+    ),
+)
+
+
+def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
+    """A reader of the sizes of Mamba 2's layers by the names of Bamba. `defaults` are of fields, `parts` of
+    `Mamba2Config`. It raises ConfigurationError for heads that do not fit."""
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+        given = ConfigFields({"mamba_n_heads": 128, "mamba_d_state": 256, **(defaults or {}), **fields.values})
+        num_heads, inner = given.integer("mamba_n_heads"), given.integer("mamba_expand", 2) * config.hidden_size
+        if given.values.get("mamba_d_ssm") is not None:
+            inner = given.integer("mamba_d_ssm")
+        is_auto = given.values.get("mamba_d_head", "auto") == "auto"
+        head_dim = inner // num_heads if is_auto else given.integer("mamba_d_head")
+        if num_heads * head_dim != inner:
+            raise fields.error("mamba_n_heads", num_heads, f"a divisor of {inner}, for heads of {head_dim}")
+        num_groups = given.integer("mamba_n_groups", 1)
+        if num_heads % num_groups:
+            raise fields.error("mamba_n_groups", num_groups, f"a divisor of the {num_heads} heads")
+        read = {name: part(given, config) if callable(part) else part for name, part in parts.items()}
+        return Mamba2Config(
+            **{
+                "module": "mamba",
+                "num_heads": num_heads,
+                "head_dim": head_dim,
+                "num_groups": num_groups,
+                "state_dim": given.integer("mamba_d_state"),
+                "num_taps": given.integer("mamba_d_conv", 4, minimum=2),
+                "activation": config.activation,
+                "norm_eps": config.norm_eps,
+                "taps_bias": given.flag("mamba_conv_bias", True),
+                "bias": given.flag("mamba_proj_bias", False),
+                "norm_group": inner // num_groups if given.flag("mamba_rms_norm", True) else None,
+                **step_limits(given, "time_step_limit"),
+                **read,
+            }
+        )
+
+    return read
+
+
+def step_limits(fields: ConfigFields, name: str) -> Values:
+    """The bounds of time steps. transformers writes infinity as an object with its name."""
+    limits = fields.values.get(name)
+    if limits is None:
+        return {}
+    is_pair = isinstance(limits, list | tuple) and len(limits) == 2
+    try:
+        plain = [each.get("__float__") if isinstance(each, dict) else each for each in (limits if is_pair else ())]
+        least, greatest = (float(each) for each in plain)
+    except (TypeError, ValueError):
+        raise fields.error(name, limits, "two numbers") from None
+    return {"least_step": least, "greatest_step": greatest}
+
+
+def _nothing(fields: ConfigFields, config: DecoderConfig, index: int) -> bool:
+    attending = fields.values.get("attn_layer_indices") or []
+    if not isinstance(attending, list):
+        raise fields.error("attn_layer_indices", attending, "a list of layers")
+    return index not in attending
+
+
+# Layers of Mamba 2, and some with attention, which rotates half of each head.
+WITH_STATES.add(
+    "BambaForCausalLM",
+    fixed={"partial_rotary_factor": 0.5, "layer_types": None},
+    rotates_partly=True,
+    mlp_norm="pre_ff_layernorm",
+    mlp_module="feed_forward",
+    final_norm="final_layernorm",
+    state=mamba2(),
+    state_layers=lambda fields, config: state_layers(_nothing)(
+        ConfigFields({"attn_layer_indices": fields.values.get("attn_layer_indices")}), config
+    ),
+)
+
+
+def _granite_unrotated(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    is_rotated = fields.values.get("position_embedding_type") == "rope"
+    return frozenset() if is_rotated else frozenset(range(config.num_layers))
+
+
+def _granite_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    return GRANITE_EXPERTS(fields, config) if fields.integer("num_local_experts", 8, minimum=0) else None
+
+
+# Granite with layers of Mamba 2. Layers may have experts beside an MLP that all tokens have.
+WITH_STATES.add(
+    "GraniteMoeHybridForCausalLM",
+    {"shared_intermediate_size": 1024},
+    like=GRANITE,
+    fixed=NO_MLP_BIAS,
+    mlp_module="shared_mlp",
+    mlp_names=("input_linear", "input_linear", "output_linear"),
+    intermediate_sizes=lambda fields, config: (
+        fields.integer("shared_intermediate_size"),
+    ) * config.num_layers,
+    unrotated_layers=_granite_unrotated,
+    experts=_granite_experts,
+    state=mamba2(),
+    state_layers=state_layers(),
+)
+
+
+def _factors(name: str, count: int) -> Any:
+    """A reader of a list of factors; all are 1 without it."""
+
+    def read(fields: ConfigFields, _: DecoderConfig) -> tuple[float, ...]:
+        return (1.0,) * count if fields.values.get(name) is None else tuple(fields.numbers(name, count))
+
+    return read
+
+
+# Attention and Mamba 2 side by side in each layer, with factors on inputs and outputs of most layers.
+WITH_STATES.add(
+    "FalconH1ForCausalLM",
+    attention_output_bias=flag("attention_bias"),
+    mlp_norm="pre_ff_layernorm",
+    mlp_module="feed_forward",
+    final_norm="final_layernorm",
+    embedding_scale=number("embedding_multiplier", 1.0),
+    logit_scale=number("lm_head_multiplier", 1.0),
+    qkv_scales=lambda fields, _: (
+        fields.number("attention_in_multiplier", 1.0),
+        fields.number("key_multiplier", 1.0),
+    ),
+    attention_output_scale=number("attention_out_multiplier", 1.0),
+    mlp_scales=_factors("mlp_multipliers", 2),
+    states_beside_attention=True,
+    state_layers=lambda _, config: frozenset(range(config.num_layers)),
+    state=mamba2(
+        {"mamba_d_ssm": 1024, "mamba_rms_norm": False},
+        norm_first=flag("mamba_norm_before_gate", True),
+        output_bias=flag("projectors_bias"),
+        input_scale=number("ssm_in_multiplier", 1.0),
+        scales=_factors("ssm_multipliers", 5),
+        output_scale=number("ssm_out_multiplier", 1.0),
+    ),
+)
+
+
+_BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+
+
+def _nemotron_types(fields: ConfigFields) -> list[str]:
+    """The types of the layers, by the names of transformers 5, as a list or by a letter each."""
+    given = fields.values.get("layers_block_type") or fields.values.get("layer_types")
+    if given is None:
+        pattern = fields.text("hybrid_override_pattern", "ME*-")
+        given = [_BLOCKS.get(letter, letter) for letter in pattern]
+    elif isinstance(given, list):
+        given = [{"mamba": "linear_attention", "attention": "full_attention"}.get(str(each), each) for each in given]
+    if not isinstance(given, list) or not all(each in _BLOCKS.values() for each in given):
+        raise fields.error("layers_block_type", given, f"a list of {', '.join(_BLOCKS.values())}")
+    if "full_attention" not in given:
+        raise fields.error("layers_block_type", given, "at least one layer of full_attention")
+    return given
+
+
+def _of_type(*types: str) -> Any:
+    """A reader of the layers of these types."""
+    return lambda fields, _: frozenset(
+        index for index, each in enumerate(_nemotron_types(fields)) if each in types
+    )
+
+
+def _nemotron_mamba(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+    num_heads, head_dim = fields.integer("mamba_num_heads", 128), fields.integer("mamba_head_dim", 64)
+    num_groups = fields.integer("n_groups", fields.integer("mamba_n_groups", 8))
+    if num_heads % num_groups:
+        raise fields.error("n_groups", num_groups, f"a divisor of the {num_heads} heads")
+    return Mamba2Config(
+        module="mixer",
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=fields.integer("ssm_state_size", 128),
+        num_taps=fields.integer("conv_kernel", 4, minimum=2),
+        activation=fields.text("mamba_hidden_act", "silu"),
+        norm_eps=config.norm_eps,
+        taps_bias=fields.flag("use_conv_bias", True),
+        bias=fields.flag("use_bias", False),
+        least_step=fields.number("time_step_min", 0.001),
+        norm_group=num_heads * head_dim // num_groups,
+    )
+
+
+def _nemotron_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    if "moe" not in _nemotron_types(fields):
+        return None
+    if fields.values.get("moe_latent_size") is not None:
+        raise fields.error("moe_latent_size", fields.values["moe_latent_size"], "null, the only supported value")
+    return deepseek_experts(
+        module="mixer",
+        names=WITHOUT_GATE,
+        bias=config.mlp_bias,
+        dense_layers=_of_type("mlp"),
+        shared="mixer.shared_experts",
+        shared_names=WITHOUT_GATE,
+        shared_inner_size=integer("moe_shared_expert_intermediate_size", 7688),
+    )(fields, config)
+
+
+# Layers that are one of Mamba 2, attention without rotation, an MLP without a gate, and experts, each with one norm.
+WITH_STATES.add(
+    "NemotronHForCausalLM",
+    {"n_routed_experts": 8, "moe_intermediate_size": 7688},
+    fixed={
+        "attention_bias": False,
+        "num_hidden_layers": lambda fields: len(_nemotron_types(fields)),
+        "hidden_act": lambda fields: fields.text("mlp_hidden_act", "relu2"),
+        "layer_types": None,
+    },
+    renamed={
+        "backbone.embeddings.": "model.embed_tokens.",
+        "backbone.norm_f.": "model.norm.",
+        "backbone.": "model.",
+    },
+    norm_eps=number("layer_norm_epsilon", 1e-5),
+    attention_norm="norm",
+    mlp_norm="norm",
+    attention_module="mixer",
+    mlp_module="mixer",
+    mlp_names=WITHOUT_GATE,
+    unrotated_layers=lambda _, config: frozenset(range(config.num_layers)),
+    mlp_layers=_of_type("mlp", "moe"),
+    layers_without_mlp=_of_type("linear_attention", "full_attention"),
+    state=_nemotron_mamba,
+    state_layers=_of_type("linear_attention"),
+    experts=_nemotron_experts,
 )

@@ -46,6 +46,7 @@ class Families(dict[str, DecoderFamily]):
         fixed: Values | None = None,
         only: Values | None = None,
         rotates_partly: bool = False,
+        renamed: Mapping[str, str] | None = None,
         **parts: Any,
     ) -> DecoderFamily:
         """A row of the table, as `DecoderFamily` describes it, with what the row `like` has, except for sizes."""
@@ -57,6 +58,7 @@ class Families(dict[str, DecoderFamily]):
             fixed={**base.fixed, **(fixed or {})},
             only={**base.only, **(only or {})},
             rotates_partly=rotates_partly or base.rotates_partly,
+            renamed=renamed or base.renamed,
         )
         return family
 

@@ -70,6 +70,9 @@ Qwen3_5MoeForCausalLM     248320   2048     -     40    16  2  256     32768    
 Qwen3NextForCausalLM      151936   2048  5632     48    16  2  256     32768         -          -    -      -  512  10
 Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -
 Lfm2MoeForCausalLM         65536   2048  7168     32    32  8    -    128000         -        1e6 true      - 1792   4
+NemotronHForCausalLM      131072      - 21504      -     -  8  128      4096         -          -    -      - 7688   2
+FalconH1ForCausalLM       128000      - 14336      -     -  8    -      8192      1e-5          -    -      -    -   -
+BambaForCausalLM          128000      - 14336      -     -  8    -    262144      1e-5          -    -      -    -   -
 """
 
 

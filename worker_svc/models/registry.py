@@ -114,6 +114,8 @@ def _load_native(
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
     checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
+    if isinstance(family, DecoderFamily):
+        checkpoint = checkpoint.with_beginnings(family.renamed)
     checkpoint = checkpoint.with_experts_apart(described.config.get("hidden_size"))
     checkpoint = with_mxfp4_experts(checkpoint, described)
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)

@@ -247,6 +247,11 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
     fields |= {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 1} if "Dots1" in family else {}
     if family == "DeepseekV2ForCausalLM":
         fields = {"num_experts_per_tok": 6}
+    # By default no layer attends.
+    fields |= {"attn_layer_indices": [3]} if family == "BambaForCausalLM" else {}
+    types = {"layer_types": ["mamba"] * 31 + ["attention"]} if family == "GraniteMoeHybridForCausalLM" else {}
+    # The inner size follows from the field.
+    fields |= {"block_auto_adjust_ff_dim": False} if family == "Lfm2ForCausalLM" else types
     expected, config = getattr(transformers, family).config_class(**fields), DECODERS[family].read_config(fields)
     names = {
         "vocab_size": "vocab_size",
@@ -261,11 +266,19 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
     }
     if not config.norm_weights:
         del names["norm_eps"]
+    if family == "NemotronHForCausalLM":
+        names |= {"activation": "mlp_hidden_act", "norm_eps": "layer_norm_epsilon"}
+    if family.startswith("Lfm2"):
+        assert config.activation == "silu"
+        del names["activation"]
     if config.activation == CLAMPED_SWIGLU:
         del names["activation"]
-    if "SolarOpen" in family:
+    if "SolarOpen" in family or family == "Qwen3_5MoeForCausalLM":
         del names["intermediate_size"]
-    if config.intermediate_sizes is not None:
+    if config.intermediate_sizes is not None and config.state is not None:
+        inner = getattr(expected, "shared_intermediate_size", expected.intermediate_size)
+        assert set(config.intermediate_sizes) == {inner}
+    elif config.intermediate_sizes is not None:
         del names["intermediate_size"]
         assert list(config.intermediate_sizes) == expected.intermediate_size
         assert config.sparsities == tuple(expected.activation_sparsity_pattern)
@@ -312,6 +325,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
         names = ("n_shared_experts", "moe_num_shared_experts", "num_shared_experts")
         num_shared = next((getattr(expected, name) for name in names if hasattr(expected, name)), 0)
         shared = getattr(expected, "shared_expert_intermediate_size", num_shared * (inner or 0) or None)
+        shared = getattr(expected, "shared_intermediate_size", shared) if config.state is not None else shared
         assert experts.shared_inner_size == (config.intermediate_size if "HunYuan" in family else shared)
     if (scale := getattr(expected, "query_pre_attn_scalar", None)) is not None:
         assert config.attention_scale == scale**-0.5
