@@ -68,7 +68,8 @@ class PagedRunner:
         arena = torch.full(arena_shape(num_blocks + count, size, model.dtype), float("nan"), dtype=model.dtype)
         self._pages = pages_of(arena)
         shapes = [
-            (model.lines_per_token, layer.num_kv_heads, self._block_size, layer.head_dim) for layer in model.cache_layers
+            (model.lines_per_token, layer.num_kv_heads, self._block_size, layer.head_dim)
+            for layer in model.cache_layers
         ]
         self.pools = list(caches_of(arena, shapes))
 

@@ -72,11 +72,15 @@ inline void move_on(const Columns<kVecs>& state, const Head& head, int64_t i, co
   auto line = [&](int64_t k, Vec (&to)[kVecs], Vec (&next)[kVecs]) {
     const Vec factor = kPerChannel ? set1(decays[k]) : decay, of_key = set1(key[k]), of_query = set1(query[k]);
     const Vec of_next = kLooksUp ? set1(next_key[k]) : zero();
+    // All loads, then all stores: a processor may take a load after a store for one of the same address if both are a
+    // multiple of 4096 bytes apart, as the tiles of two groups often are.
+    Vec now[kVecs];
+    for (int v = 0; v < kVecs; ++v) now[v] = load(state.at(v, k));
+    for (int v = 0; v < kVecs; ++v) now[v] = fma(of_key, u[v], now[v] * factor);
     for (int v = 0; v < kVecs; ++v) {
-      const Vec now = fma(of_key, u[v], load(state.at(v, k)) * factor);
-      store(state.at(v, k), now);
-      to[v] = fma(now, of_query, to[v]);
-      if constexpr (kLooksUp) next[v] = fma(now, of_next, next[v]);
+      store(state.at(v, k), now[v]);
+      to[v] = fma(now[v], of_query, to[v]);
+      if constexpr (kLooksUp) next[v] = fma(now[v], of_next, next[v]);
     }
   };
   int64_t k = 0;
