@@ -171,8 +171,12 @@ class JoinedWeight:
         joined = torch.cat((first, second.to(first.dtype)), dim=first.dim() - 2)
         return joined.reshape(self.shape)
 
-    def coded(self) -> None:
-        return None
+    def coded(self) -> CodedWeight | None:
+        """As `GgufWeight.coded`; None, too, if the parts are coded differently."""
+        first, second = self.first.coded(), self.second.coded()
+        if first is None or second is None or first.kind != second.kind:
+            return None
+        return CodedWeight.joined([first, second])
 
 
 def _fit(first: Sequence[int], second: Sequence[int]) -> bool:

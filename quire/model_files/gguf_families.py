@@ -412,7 +412,8 @@ def _granite_hybrid(fields: GgufFields) -> Config:
     config["position_embedding_type"] = "rope" if rotates else None
     if has(fields, "ffn_down_exps.weight"):
         return config | _GRANITE_EXPERTS(fields, config)
-    return config | {"num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"]}
+    inner = fields.size("expert_shared_feed_forward_length", config["intermediate_size"])
+    return config | {"num_local_experts": 0, "shared_intermediate_size": inner}
 
 
 def _falcon_h1(fields: GgufFields, config: Config) -> Config:
