@@ -96,7 +96,9 @@ _SIGMOIDS = (
     "minimax_m2",
     "exaone_moe",
     "lfm2_moe",
+    "nemotron_h_moe",
 )
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
 _DELTA_RULES = ("qwen35", "qwen35moe", "qwen3next")
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms|altup_\w+))\.\d+\.(.*)")
@@ -119,15 +121,17 @@ def write_gguf(
     tensors_per_part: int = 0,
     fused: bool = False,
     merged_latents: bool = False,
+    joined_inputs: bool = False,
 ) -> Path:
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
         quantization: type of matrices, or a function of a matrix's name in the file; vectors stay float32.
-        further: additional or changed metadata, by whole keys; "rope" are the factors of rotations.
+        further: additional or changed metadata, by whole keys, None for none; "rope" are the factors of rotations.
         fused: joins tensors as the converter's --fuse-qkv and --fuse-gate-up-exps do.
         merged_latents: writes latent attention as the converter did before 2025: the layer that makes keys and values
             in one tensor, and sizes of heads.
+        joined_inputs: writes all inputs of delta rules in one tensor, as the converter did before 2026.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type: str = config["model_type"]
@@ -151,7 +155,7 @@ def write_gguf(
     else:
         names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
         writer.add_layer_norm_eps(next((config[name] for name in names if name in config), 1e-5))
-    if architecture != "gpt2":
+    if architecture not in ("gpt2", *_NEMOTRON):
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _add_rotation(writer, architecture, config)
@@ -167,7 +171,7 @@ def write_gguf(
         *("olmo2", "exaone4", "exaone-moe"),
     ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture in (*_DELTA_RULES, "lfm2", "lfm2moe", "granitehybrid", "falcon-h1", "nemotron_h"):
+    if architecture in (*_DELTA_RULES, "lfm2", "lfm2moe", "granitehybrid", "falcon-h1", *_NEMOTRON):
         _add_states(writer, architecture, config)
     if architecture in ("gemma3n", "gemma4"):
         _add_shared_keys(writer, architecture, config)
@@ -186,14 +190,15 @@ def write_gguf(
     for key, value in further.items():
         # The writer takes each key once.
         writer.kv_data[0].pop(key, None)
-        kinds[type(value)](key, value)
+        if value is not None:
+            kinds[type(value)](key, value)
     if architecture == "gemma4" and factors is None:
         size = writer.kv_data[0]["gemma4.rope.dimension_count"].value
         turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
         factors = [1.0] * turned + [1e30] * (size // 2 - turned)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    config["merged_latents"] = merged_latents
+    config |= {"merged_latents": merged_latents, "joined_inputs": joined_inputs}
     tensors = dict(_stored_tensors(architecture, directory, config, quantization))
     for name, (data, raw) in (_fuse(tensors) if fused else tensors).items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
@@ -273,8 +278,11 @@ def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, An
         fields["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
     if "mamba_d_conv" in config:
         fields["ssm.inner_size"] = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+        if "shared_intermediate_size" in config:
+            fields["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
         fields["rope.scaling.finetuned"] = config.get("position_embedding_type", "rope") == "rope"
-    if architecture == "nemotron_h":
+    if architecture in _NEMOTRON:
+        fields["block_count"] = len(types)
         fields["ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
         inner = config["moe_intermediate_size"] if "moe" in types else config["intermediate_size"]
         fields["feed_forward_length"] = [inner * (kind in ("mlp", "moe")) for kind in types]
@@ -297,13 +305,9 @@ def _as_stored(architecture: str, config: dict[str, Any], name: str, data: np.nd
             data = data.reshape(-1, 1)
         elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
             data = data.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
-        return data * _factor(config, name) if architecture == "falcon-h1" else data
+        return data * _factor(config, name) if architecture == "falcon-h1" and data.ndim == 2 else data
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     kept = 2 * keys * config["linear_key_head_dim"] if part in ("in_proj_qkv", "conv1d") else 0
-    if part == "in_proj_qkvz":
-        size = config["linear_key_head_dim"]
-        each = data.reshape(keys, -1, data.shape[1])
-        return np.concatenate([rows.reshape(-1, data.shape[1]) for rows in np.split(each, [size, 2 * size], axis=1)])
     if architecture == "qwen3next" or "linear_attn." not in name or part == "norm":
         return data
 
@@ -397,7 +401,7 @@ def _stored_tensors(
     table = _names_in_files(kind)
     for name, data in _apart(architecture, config, _tensors(directory)):
         data = _as_stored(architecture, config, name, data)
-        name = name.replace("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv").replace(".dt_bias", ".dt_proj.bias")
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         base, _, suffix = name.rpartition(".")
         if suffix in ("A_log", "D"):
             yield str(table.get_name(name)), (data, None)
@@ -417,7 +421,7 @@ def _stored_tensors(
             data = data + 1
         raw = None
         if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and not any(
-            each in stored for each in ("gate_inp", "conv", "ssm_norm")
+            each in stored for each in ("gate_inp", "conv1d", "shortconv.conv", "ssm_norm", "ssm_d")
         ):
             data = np.ascontiguousarray(data)
             if isinstance(quantization, gguf.GGMLQuantizationType):
@@ -442,9 +446,27 @@ def _apart(
         elif "input_linear" in name:
             # It has all experts of the layer, or the one that all tokens have.
             whole = "block_sparse_moe.input_linear" if data.ndim == 3 else "shared_mlp.input_linear"
-            parts = experts if data.ndim == 3 else "mlp.shared_expert."
+            of_all = "mlp.shared_expert." if config.get("num_local_experts", 1) else "mlp."
+            parts = experts if data.ndim == 3 else of_all
             for part, rows in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=-2), strict=True):
                 yield name.replace(whole, f"{parts}{part}"), rows
+        elif "shared_mlp.output_linear" in name and not config.get("num_local_experts", 1):
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), data
+        elif name.endswith("feed_forward.expert_bias"):
+            yield f"{name}.bias", data
+        elif "feed_forward.experts." in name:
+            yield name.removeprefix("model."), data
+        elif "mixer.experts." in name:
+            yield name.replace("backbone.", "model.").replace("mixer.", "mlp."), data
+        elif "in_proj_qkvz" in name and not config["joined_inputs"]:
+            size, each = config["linear_key_head_dim"], data.reshape(config["linear_num_key_heads"], -1, data.shape[1])
+            values = (each.shape[1] - 2 * size) // 2
+            q, k, v, z = (
+                rows.reshape(-1, data.shape[1])
+                for rows in np.split(each, [size, 2 * size, 2 * size + values], axis=1)
+            )
+            yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate((q, k, v))
+            yield name.replace("in_proj_qkvz", "in_proj_z"), z
         elif architecture == "gpt-oss" and experts in name:
             *_, last = name.split(".")
             data = data if "bias" in last else data.swapaxes(1, 2)
