@@ -57,8 +57,12 @@ class BlockNames:
 
     def __init__(self, layout: BlockTableLayout, state_blocks: int = 0) -> None:
         self._layout = layout
-        self.of_state = range(layout.num_groups, layout.num_groups + state_blocks)
+        self._state_blocks = state_blocks
+
+    @property
+    def of_state(self) -> range:
         """The blocks of a state, as further groups."""
+        return range(self._layout.num_groups, self._layout.num_groups + self._state_blocks)
 
     def full(self, content: BlockHash) -> list[BlockHash]:
         return [in_group(content, group) for group in range(self._layout.num_full)]
