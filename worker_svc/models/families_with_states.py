@@ -1,15 +1,16 @@
 """The table of the families whose layers keep a state of fixed size instead of keys, with rows as in `families`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from worker_svc.layers.delta_rule import DeltaRuleConfig
+from worker_svc.layers.delta_rule import DeltaInputs, DeltaRuleConfig
 from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.layers.mamba2 import Mamba2Config
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
-from worker_svc.models.families import GRANITE
+from worker_svc.models.families import GRANITE, OLMO_2
 from worker_svc.models.families_with_experts import GRANITE_EXPERTS
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
@@ -60,7 +61,7 @@ def _by_interval(fields: ConfigFields, _: DecoderConfig, index: int) -> bool:
     return (index + 1) % fields.integer("full_attention_interval", 4) > 0
 
 
-def delta_rule(*, by_key: bool) -> Any:
+def delta_rule(inputs: DeltaInputs) -> Any:
     """A reader of the sizes of delta rules by Qwen's names. It raises ConfigurationError for heads that do not fit."""
 
     def read(fields: ConfigFields, config: DecoderConfig) -> DeltaRuleConfig:
@@ -80,7 +81,7 @@ def delta_rule(*, by_key: bool) -> Any:
             num_taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
             activation=config.activation,
             norm_eps=config.norm_eps,
-            by_key=by_key,
+            inputs=inputs,
         )
 
     return read
@@ -98,7 +99,7 @@ _QWEN_3_5 = WITH_STATES.add(
     norm_offset=1.0,
     head_norms=HEAD_NORMS,
     gates_attention=True,
-    state=delta_rule(by_key=False),
+    state=delta_rule(DeltaInputs.MERGED),
     state_layers=state_layers(_by_interval),
 )
 
@@ -119,8 +120,46 @@ WITH_STATES.add(
     "Qwen3NextForCausalLM",
     {"num_experts": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
     like=_QWEN_3_5,
-    state=delta_rule(by_key=True),
+    state=delta_rule(DeltaInputs.BY_KEY),
     experts=_qwen_next_experts,
+)
+
+
+def _olmo_rule(fields: ConfigFields, config: DecoderConfig) -> DeltaRuleConfig:
+    num_keys = fields.integer("linear_num_key_heads", config.num_heads)
+    key_dim = fields.integer("linear_key_head_dim", int(0.75 * config.hidden_size / num_keys))
+    given = {
+        "linear_num_key_heads": num_keys,
+        "linear_num_value_heads": fields.integer("linear_num_value_heads", config.num_heads),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": fields.integer("linear_value_head_dim", 2 * key_dim),
+    }
+    rule = delta_rule(DeltaInputs.APART)(ConfigFields({**fields.values, **given}), config)
+    return replace(rule, norm_eps=1e-5, beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0)
+
+
+def _olmo_unrotated(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    """All layers, if the rotation has a base that is null."""
+    section = fields.values.get("rope_parameters")
+    is_rotated = not isinstance(section, dict) or section.get("rope_theta", 0) is not None
+    return frozenset() if is_rotated else frozenset(range(config.num_layers))
+
+
+# Layers with delta rules and norms before; layers of attention as OLMo 2 has them, with norms after.
+WITH_STATES.add(
+    "OlmoHybridForCausalLM",
+    like=OLMO_2,
+    renamed={
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        ".q_conv1d.": ".conv1d.",
+        ".k_conv1d.": ".conv1d.",
+        ".v_conv1d.": ".conv1d.",
+    },
+    unrotated_layers=_olmo_unrotated,
+    state=_olmo_rule,
+    state_layers=state_layers(_by_interval),
+    state_norms=("input_layernorm", "post_attention_layernorm"),
 )
 
 
