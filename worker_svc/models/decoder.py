@@ -663,10 +663,18 @@ def _rotations(config: DecoderConfig, placement: Placement) -> list[Rotation | N
         steps = torch.arange(num_positions, device=table.device) // growth[1]
         return Rotation(table, table * (1 + growth[0] * (1 + steps).log())[:, None])
 
-    usual = rotation(config.rope)
+    def no_rotation() -> Rotation | None:
+        """Latent attention turns a part of its lines by nothing then."""
+        if config.latent is None:
+            return None
+        half = config.rope.head_dim // 2
+        turns = torch.tensor([1.0] * half + [0.0] * half, device=placement.device)
+        return Rotation(turns.repeat(num_positions, 1))
+
+    usual, unrotated = rotation(config.rope), no_rotation()
     sliding = usual if config.sliding_rope is None else rotation(config.sliding_rope)
     return [
-        None if index in config.unrotated_layers else usual if window is None else sliding
+        unrotated if index in config.unrotated_layers else usual if window is None else sliding
         for index, window in enumerate(config.sliding_windows)
     ]
 

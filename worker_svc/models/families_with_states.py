@@ -6,12 +6,14 @@ from typing import Any
 
 from worker_svc.layers.delta_rule import DeltaInputs, DeltaRuleConfig
 from worker_svc.layers.experts import ExpertsConfig, Scoring
+from worker_svc.layers.kimi_delta import KimiDeltaConfig
 from worker_svc.layers.mamba2 import Mamba2Config
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
 from worker_svc.models.families import GRANITE, OLMO_2
 from worker_svc.models.families_with_experts import GRANITE_EXPERTS
+from worker_svc.models.families_with_latents import WITH_LATENTS
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
     MOE_WIDTH,
@@ -21,6 +23,7 @@ from worker_svc.models.family_parts import (
     Families,
     Values,
     deepseek_experts,
+    dense_layers_by_types,
     flag,
     integer,
     mixtral_experts,
@@ -160,6 +163,78 @@ WITH_STATES.add(
     state=_olmo_rule,
     state_layers=state_layers(_by_interval),
     state_norms=("input_layernorm", "post_attention_layernorm"),
+)
+
+
+def _linear_fields(fields: ConfigFields) -> ConfigFields:
+    """The section about linear attention of published configurations."""
+    section = fields.values.get("linear_attn_config") or {}
+    if not isinstance(section, dict):
+        raise fields.error("linear_attn_config", section, "a section")
+    return ConfigFields(section, "linear_attn_config in config.json")
+
+
+def _kimi_delta(fields: ConfigFields, config: DecoderConfig) -> KimiDeltaConfig:
+    section = _linear_fields(fields)
+    head_dim = section.integer("head_dim", fields.integer("linear_head_dim", 128))
+    if head_dim % 16:
+        raise fields.error("linear_head_dim", head_dim, "a multiple of 16")
+    return KimiDeltaConfig(
+        num_heads=section.integer("num_heads", fields.integer("linear_num_heads", 32)),
+        head_dim=head_dim,
+        num_taps=section.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4, minimum=2)),
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _is_kimi_delta(fields: ConfigFields, _: DecoderConfig, index: int) -> bool:
+    """The section counts layers from 1."""
+    section = _linear_fields(fields)
+    attending = section.values.get("full_attn_layers")
+    if attending is None:
+        return index == 0 or index % 4 > 0
+    if not isinstance(attending, list):
+        raise section.error("full_attn_layers", attending, "a list of layers")
+    return index + 1 not in attending
+
+
+# Layers with delta rules, some with latent attention without rotation, and experts as DeepSeek V3 has them.
+WITH_STATES.add(
+    "KimiLinearForCausalLM",
+    {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+    },
+    like=WITH_LATENTS["YoutuForCausalLM"],
+    fixed={
+        "max_position_embeddings": lambda fields: fields.integer(
+            "model_max_length", fields.integer("max_position_embeddings")
+        ),
+        "layer_types": None,
+    },
+    renamed={
+        ".block_sparse_moe.": ".mlp.",
+        ".q_conv1d.": ".conv1d.",
+        ".k_conv1d.": ".conv1d.",
+        ".v_conv1d.": ".conv1d.",
+    },
+    unrotated_layers=lambda _, config: frozenset(range(config.num_layers)),
+    experts=deepseek_experts(
+        "num_experts",
+        "num_shared_experts",
+        chosen="num_experts_per_token",
+        names=("w1", "w3", "w2"),
+        normalized=flag("moe_renormalize", True),
+        num_groups=integer("num_expert_group", 1),
+        dense_layers=dense_layers_by_types,
+    ),
+    state=_kimi_delta,
+    state_layers=state_layers(_is_kimi_delta),
 )
 
 
