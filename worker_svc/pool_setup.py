@@ -165,6 +165,7 @@ def make_pool(
         swap_space=settings.swap_space,
         # Each sequence may have a checkpoint.
         max_useful_blocks=limits.max_num_rows * (held + 2 * of_state) + of_chunks,
+        num_state_blocks=limits.max_num_rows * 2 * of_state,
         dtype=dtype,
         num_padding_blocks=int(settings.cuda_graphs == "on") or (of_state and 1 + of_state),
         host_memory=host_memory,

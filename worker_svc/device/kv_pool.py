@@ -155,6 +155,8 @@ class PoolRequest:
     """Bytes of this machine that pools may take; None if unknown."""
     cut: LayerCut | None = None
     """None keeps all layers in one group."""
+    num_state_blocks: int = 0
+    """Blocks for states and checkpoints of all rows, which the default pool of a CPU has in addition."""
 
 
 def block_bytes(
@@ -193,7 +195,8 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
         advice = "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
         memory, maximum = available_bytes, None
     else:
-        memory, maximum, advice = _half_at_most(CPU_POOL_BYTES, request.host_memory), request.max_useful_blocks, None
+        by_default = CPU_POOL_BYTES + request.num_state_blocks * bytes_per_block
+        memory, maximum, advice = _half_at_most(by_default, request.host_memory), request.max_useful_blocks, None
     count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
