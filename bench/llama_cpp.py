@@ -31,6 +31,8 @@ sys.path[:0] = [sources, sources + "/gguf-py"]
 from conversion.base import TextModel
 # The converter knows tokenizers by what they make of a text, and not the one that is written here.
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+# No model here has layers that draft tokens, which the converter expects of some families.
+TextModel.no_mtp = True
 runpy.run_path(sources + "/convert_hf_to_gguf.py", run_name="__main__")
 """
 

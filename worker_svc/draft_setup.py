@@ -74,6 +74,12 @@ def _vocabulary(directory: ModelDirectory) -> dict[str, int]:
 
 
 def checked_draft_model(model: CausalLM, geometry: ModelGeometry) -> CausalLM:
+    """The draft model. ConfigurationError if its layers keep states, or it has too few positions."""
+    if model.state is not None:
+        raise ConfigurationError(
+            f"--draft-model is a {model.architecture}, whose layers keep states of sequences; use a model with only "
+            "attention"
+        )
     if model.max_model_len < geometry.max_model_len:
         raise ConfigurationError(
             f"--draft-model has {model.max_model_len} positions and sequences have up to {geometry.max_model_len} "

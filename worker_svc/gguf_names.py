@@ -73,6 +73,62 @@ _LAYER_INPUTS = _GEMMA_2 | {
 _MERGED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _STARCODER = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
 _HUNYUAN = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_DELTA_RULE = {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_SHORT_CONVOLUTION = {
+    "token_embd_norm": "model.embedding_norm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
+
+
+def _mamba_2(module: str = "mamba") -> dict[str, str]:
+    """The names of a layer of Mamba 2."""
+    names = {"in": "in_proj", "conv1d": "conv1d", "a": "A_log", "d": "D", "norm": "norm", "out": "out_proj"}
+    names["dt"] = "dt_bias"
+    return {f"ssm_{name}": f"{module}.{other}" for name, other in names.items()}
+
+
+_GRANITE_EXPERTS = _experts(
+    "block_sparse_moe.experts",
+    "block_sparse_moe.router.layer",
+    ffn_gate_shexp="shared_mlp.input_linear.gate",
+    ffn_up_shexp="shared_mlp.input_linear.up",
+    ffn_down_shexp="shared_mlp.output_linear",
+)
+_NEMOTRON_H = _mamba_2("mixer") | {
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    **_experts(
+        "mixer.experts",
+        "mixer.gate",
+        shared="mixer.shared_experts",
+        exp_probs_b="mixer.gate.e_score_correction_bias",
+    ),
+}
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "mistral", "phimoe", "minimax-m2"), _MIXTRAL),
     **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe"), _QWEN_EXPERTS),
@@ -114,12 +170,33 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ffn_up": "mlp.c_fc",
         "ffn_down": "mlp.c_proj",
     },
-    "granitemoe": _experts(
-        "block_sparse_moe.experts",
-        "block_sparse_moe.router.layer",
-        ffn_gate_shexp="shared_mlp.input_linear.gate",
-        ffn_up_shexp="shared_mlp.input_linear.up",
-        ffn_down_shexp="shared_mlp.output_linear",
+    "granitemoe": _GRANITE_EXPERTS,
+    "granitehybrid": _mamba_2()
+    | _GRANITE_EXPERTS
+    | {
+        "ffn_gate": "shared_mlp.input_linear.gate",
+        "ffn_up": "shared_mlp.input_linear.up",
+        "ffn_down": "shared_mlp.output_linear",
+    },
+    "falcon-h1": _mamba_2()
+    | {
+        "output_norm": "model.final_layernorm",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    },
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
+    "qwen35": _DELTA_RULE,
+    "qwen35moe": _DELTA_RULE | _QWEN_EXPERTS,
+    "qwen3next": _DELTA_RULE | _QWEN_EXPERTS | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+    "lfm2": _SHORT_CONVOLUTION,
+    "lfm2moe": _SHORT_CONVOLUTION
+    | _experts(
+        "feed_forward.experts",
+        "feed_forward.gate",
+        parts=("w1", "w3", "w2"),
+        exp_probs_b="feed_forward.expert_bias",
     ),
     "glm4": _MERGED_MLP | {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"},
     **dict.fromkeys(("starcoder2", "codeshell"), _STARCODER),
@@ -141,6 +218,10 @@ LAYERS = {"gpt2": "transformer.h"}
 """The module of all layers, if it is not model.layers."""
 OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 """Tensors that files also have in layers that read the keys and values of earlier ones."""
+FLAT = ("ssm_a", "ssm_d", "ssm_norm")
+"""Tensors that transformers has as vectors."""
+CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")
+"""Weights of convolutions, which transformers has with a dimension more."""
 TRANSPOSED = re.compile(r"transformer\.h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 ROTATED = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 """Tensors of all heads that rotate, and the fields with their numbers."""
@@ -148,20 +229,30 @@ ROTATED_HEADS = ("attn_q_norm", "attn_k_norm")
 """Norms of a head after its rotation, or before."""
 ROTATES_NEIGHBOURS = frozenset(
     (
-        *("llama", "mistral", "mistral3", "granite", "granitemoe", "minicpm", "olmo", "smollm3", "arcee"),
+        *("llama", "mistral", "mistral3", "granite", "granitemoe", "granitehybrid", "minicpm", "olmo", "smollm3"),
+        "arcee",
         *("internlm2", "xverse", "baichuan", "maincoder", "deepseek", "bailingmoe"),
     )
 )
 """Architectures whose files have pairs that rotate together as neighbours, and transformers half a head apart."""
-NORMS_FROM_1 = frozenset(("gemma", "gemma2", "gemma3", "nemotron"))
+NORMS_FROM_1 = frozenset(("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"))
 """Architectures whose files have the factors of norms, and transformers the factors minus 1."""
 WITHOUT_KIND = (
-    *("self_attn.sinks", "e_score_correction_bias", "mlp.expert_bias"),
+    *("self_attn.sinks", "e_score_correction_bias", ".expert_bias", ".A_log", ".dt_bias", ".D"),
     *("correct_output_scale", "layer_scalar", "router.scale", "router.per_expert_scale"),
 )
 """Ends of names that are not followed by ".weight" or ".bias"."""
 ROWS = ("shared_expert_gate.weight", "moe_statics.e_score_correction_bias")
 """Ends of names of matrices of one row, which files have as vectors."""
+BY_KEY = {"ssm_ba": ("ssm_beta", "ssm_alpha")}
+"""Tensors that have rows of several for each head of key, if files do not have all inputs of its layer in one."""
+BY_VALUE = ("attn_qkv", "attn_gate", "ssm_beta", "ssm_alpha", "ssm_a", "ssm_dt", "ssm_conv1d")
+"""Tensors whose last rows are of the heads of value of delta rules."""
+FROM_VALUES = "ssm_out"
+"""The tensor whose columns are of the heads of value."""
+TURNS_VALUES = frozenset(("qwen35", "qwen35moe"))
+"""Architectures whose files have the first value of each key, then the second of each; transformers has all values of a
+key together."""
 JOINED = {
     "shared_mlp.input_linear.weight": ("shared_mlp.input_linear.gate.weight", "shared_mlp.input_linear.up.weight"),
     "self_attn.kv_b_proj.weight": ("self_attn.k_b_proj.weight", "self_attn.v_b_proj.weight"),

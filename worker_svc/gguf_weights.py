@@ -22,7 +22,12 @@ from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.runtime.processors import num_processors
 from quire.runtime.settings import ConfigurationError
 from worker_svc.gguf_names import (
+    BY_KEY,
+    BY_VALUE,
+    CONVOLUTIONS,
     DIFFERENT,
+    FLAT,
+    FROM_VALUES,
     JOINED,
     LAYERS,
     NORMS_FROM_1,
@@ -33,6 +38,7 @@ from worker_svc.gguf_names import (
     ROTATES_NEIGHBOURS,
     ROWS,
     TRANSPOSED,
+    TURNS_VALUES,
     USUAL,
     WITHOUT_KIND,
 )
@@ -66,8 +72,8 @@ class GgufWeight:
     num_bytes: int
     _stored: GgufTensor
     _arrange: Callable[[torch.Tensor], torch.Tensor]
-    _has_rows: bool
-    """Whether `_arrange` only moves rows."""
+    _run: int
+    """Inputs that stay together if `_arrange` only moves rows and runs of inputs; 0 if it does more."""
 
     @property
     def file(self) -> Path:
@@ -82,7 +88,9 @@ class GgufWeight:
     def coded(self) -> CodedWeight | None:
         """The matrix as the file has it, in mapped memory; None if it is no matrix of a `Coding`, or is not stored row
         by row as in transformers."""
-        if not self._has_rows or self.dtype not in _CODINGS or len(self._stored.shape) != 2:
+        if not self._run or self.dtype not in _CODINGS or len(self._stored.shape) != 2:
+            return None
+        if self._run % Coding(self.dtype).group[0]:
             return None
         # Copy on write, since torch takes no memory that must not be written to.
         data = np.memmap(self.file, np.uint8, "c", self._stored.start, (self.num_bytes,))
@@ -163,8 +171,12 @@ class JoinedWeight:
         joined = torch.cat((first, second.to(first.dtype)), dim=first.dim() - 2)
         return joined.reshape(self.shape)
 
-    def coded(self) -> None:
-        return None
+    def coded(self) -> CodedWeight | None:
+        """As `GgufWeight.coded`; None, too, if the parts are coded differently."""
+        first, second = self.first.coded(), self.second.coded()
+        if first is None or second is None or first.kind != second.kind:
+            return None
+        return CodedWeight.joined([first, second])
 
 
 def _fit(first: Sequence[int], second: Sequence[int]) -> bool:
@@ -213,11 +225,9 @@ def gguf_weights(file: Path, header: GgufHeader | None = None) -> Mapping[str, G
             part_bytes = num_bytes * part.num_rows // part.of_rows
             stored = replace(tensor, shape=part.shape, start=tensor.start + num_bytes * part.first_row // part.of_rows)
             factor = scale[part.expert if len(scale) > 1 else 0]
-            arrange, has_rows = _scaled(part.arrange, factor), factor == 1 and not part.is_transposed
-            shape = part.shape[::-1] if part.is_transposed else part.shape
-            if part.name.endswith(ROWS):
-                shape = (1, part.shape[-1])
-            found[part.name] = GgufWeight(tensor.name, kind.name, shape, part_bytes, stored, arrange, has_rows)
+            way, run = part.way, part.way.run if factor == 1 else 0
+            arrange = _scaled(way.arrange, factor)
+            found[part.name] = GgufWeight(tensor.name, kind.name, way.shape, part_bytes, stored, arrange, run)
     return _join(found)
 
 
@@ -285,7 +295,7 @@ class _Part:
         shape: In the file.
         first_row: Index in the tensor, counted as if all its dimensions but the last were one.
         expert: Index of the expert, 0 if there are no experts.
-        arrange: Converts the file's layout to the layout in transformers.
+        way: To the layout in transformers.
     """
 
     name: str
@@ -294,11 +304,22 @@ class _Part:
     num_rows: int
     of_rows: int
     expert: int
-    arrange: Callable[[torch.Tensor], torch.Tensor]
+    way: "_Way"
 
-    @property
-    def is_transposed(self) -> bool:
-        return TRANSPOSED.search(self.name) is not None
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """From the layout of a file to the one of transformers.
+
+    Attributes:
+        arrange: Makes one from the other.
+        shape: In transformers.
+        run: As in `GgufWeight`.
+    """
+
+    arrange: Callable[[torch.Tensor], torch.Tensor]
+    shape: tuple[int, ...]
+    run: int
 
 
 class _Layout:
@@ -308,6 +329,7 @@ class _Layout:
         self._header = header
         self._architecture = header.metadata.get("general.architecture", "")
         self._names = {**USUAL, **DIFFERENT.get(self._architecture, {})}
+        self._joins_inputs = any(name.endswith(".ssm_in.weight") for name in header.tensors)
         self._first_of_drafts = self._layers_but("nextn_predict_layers")
         self._first_without_keys = self._layers_but("attention.shared_kv_layers")
 
@@ -343,6 +365,9 @@ class _Layout:
         names = [self._name(each) for each in bases]
         if kind not in ("weight", "bias") or None in names:
             raise self._error(tensor, f"is not known in models of {self._architecture}")
+        if base in BY_KEY and not self._joins_inputs:
+            yield from self._parts_by_key(tensor, prefix, BY_KEY[base])
+            return
         shares, experts, shape = self._shares(bases), 1, tensor.shape
         if "*" in str(names[0]):
             if len(shape) not in (2, 3) or shape[0] > _MAX_EXPERTS:
@@ -356,10 +381,25 @@ class _Layout:
             for each, name, share in zip(bases, names, shares, strict=True):
                 num_rows = shape[0] * share // sum(shares)
                 full_name = prefix + self._full_name(name, kind).replace("*", str(expert))
-                arrange = self._arrangement(each, full_name)
+                part_shape = (num_rows, *shape[1:])
                 if has_keys or each not in OF_KEYS:
-                    yield _Part(full_name, (num_rows, *shape[1:]), first, num_rows, experts * shape[0], expert, arrange)
+                    way = self._way(each, full_name, part_shape)
+                    yield _Part(full_name, part_shape, first, num_rows, experts * shape[0], expert, way)
                 first += num_rows
+
+    def _parts_by_key(self, tensor: GgufTensor, prefix: str, bases: Sequence[str]) -> Iterator[_Part]:
+        """The parts of a tensor that has, for each head of key, as many rows of one part and then of the next one."""
+        keys, (num_rows, *others) = GgufFields(self._header).size("ssm.group_count"), tensor.shape
+        if num_rows % (keys * len(bases)):
+            raise self._error(tensor, f"has {num_rows} rows, of {keys} heads of key")
+
+        def pick(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+            return lambda stored: stored.unflatten(0, (keys, len(bases), -1))[:, number].flatten(0, 1)
+
+        for number, base in enumerate(bases):
+            way = _Way(pick(number), (num_rows // len(bases), *others), others[-1])
+            name = prefix + self._full_name(self._name(base), "weight")
+            yield _Part(name, tensor.shape, 0, num_rows, num_rows, 0, way)
 
     def _name(self, base: str) -> str | None:
         if (expert := _EXPERT.fullmatch(base)) is not None and f"{expert['base']}_exps" in self._names:
@@ -379,19 +419,48 @@ class _Layout:
 
     def _heads(self, name: str) -> int:
         fields = GgufFields(self._header)
-        return fields.size(f"attention.{name}", fields.size("attention.head_count"))
+        return fields.size_of_some(f"attention.{name}", fields.size("attention.head_count"))
 
-    def _arrangement(self, base: str, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _way(self, base: str, name: str, shape: tuple[int, ...]) -> _Way:
         if TRANSPOSED.search(name):
-            return lambda stored: stored.T
+            return _Way(lambda stored: stored.T, shape[::-1], 0)
         if self._architecture in ROTATES_NEIGHBOURS and base in (*ROTATED, *ROTATED_HEADS):
             heads = self._heads(ROTATED[base]) if base in ROTATED else 1
-            return lambda stored: _split_halves(stored, heads)
-        if self._architecture in NORMS_FROM_1 and name.endswith("norm.weight"):
-            return lambda stored: stored - 1
+            return _Way(lambda stored: _split_halves(stored, heads), shape, shape[-1])
+        if self._architecture in NORMS_FROM_1 and name.endswith("norm.weight") and base not in FLAT:
+            return _Way(lambda stored: stored - 1, shape, 0)
         if name.endswith(ROWS):
-            return lambda stored: stored.view(1, -1)
-        return lambda stored: stored
+            return _Way(lambda stored: stored.view(1, -1), (1, shape[-1]), shape[-1])
+        turn = self._turn(base, shape)
+        if base in CONVOLUTIONS and len(shape) == 2:
+            return _Way(lambda stored: turn.arrange(stored).unsqueeze(1), (shape[0], 1, shape[1]), 0)
+        if base in FLAT:
+            flat = (math.prod(shape),)
+            if base != "ssm_a":
+                return _Way(lambda stored: stored.flatten(), flat, 0)
+            # The file has the decay itself, transformers the logarithm of its opposite.
+            return _Way(lambda stored: turn.arrange(stored).flatten().neg().log(), flat, 0)
+        return turn
+
+    def _turn(self, base: str, shape: tuple[int, ...]) -> _Way:
+        """The order of the heads of value, if the file may have another one."""
+        as_it_is = _Way(lambda stored: stored, shape, shape[-1])
+        if self._architecture not in TURNS_VALUES or base not in (*BY_VALUE, FROM_VALUES):
+            return as_it_is
+        fields = GgufFields(self._header)
+        keys, values = fields.size("ssm.group_count"), fields.size("ssm.time_step_rank")
+        sizes = shape[-1:] if base == FROM_VALUES else (min(shape[0], fields.size("ssm.inner_size")),)
+        if keys == values:
+            return as_it_is
+        if values % keys or sizes[0] % values:
+            raise ConfigurationError(f"{self._header.path}: {base} of {values} heads, of {keys} keys, is {sizes[0]} wide")
+        if base == FROM_VALUES:
+            return _Way(lambda stored: _turned(stored.T, keys, values).T.contiguous(), shape, shape[-1] // values)
+        (count,) = sizes
+        first = shape[0] - count
+        return _Way(
+            lambda stored: torch.cat((stored[:first], _turned(stored[first:], keys, values))), shape, shape[-1]
+        )
 
     def _error(self, tensor: GgufTensor, problem: str) -> ConfigurationError:
         return ConfigurationError(f"{tensor.file}: tensor {tensor.name} {problem}")
@@ -399,6 +468,12 @@ class _Layout:
 
 def _scaled(arrange: Callable[[torch.Tensor], torch.Tensor], scale: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return arrange if scale == 1 else lambda stored: arrange(stored * scale)
+
+
+def _turned(stored: torch.Tensor, num_keys: int, num_values: int) -> torch.Tensor:
+    """Rows of heads of value, of which the file has the first of each key, then the second of each."""
+    of_heads = stored.unflatten(0, (num_values // num_keys, num_keys, -1))
+    return of_heads.transpose(0, 1).flatten(0, 2)
 
 
 def _split_halves(stored: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -57,7 +57,7 @@ def _check_states(model: CausalLM, draft_model: CausalLM | None) -> None:
     elif draft_model is not None:
         reason = "there is a --draft-model, leave it out"
     elif any(layer.window is not None for layer in model.cache_layers):
-        reason = "other layers have a sliding window, which is not supported beside them"
+        reason = "other layers have a sliding window, which is not supported with them"
     if reason is not None:
         raise ConfigurationError(f"layers of {model.architecture} keep states of sequences, and {reason}")
 

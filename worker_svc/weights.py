@@ -249,7 +249,7 @@ class Checkpoint:
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
     def with_beginnings(self, renamed: Mapping[str, str]) -> "Checkpoint":
-        """The same with other beginnings of names; of those in `renamed`, the first that fits counts."""
+        """The same with other beginnings of names; the first one in `renamed` that fits counts."""
         if not renamed:
             return self
 

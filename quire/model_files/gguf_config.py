@@ -10,7 +10,7 @@ Config = dict[str, Any]
 Reader = Callable[[GgufFields, Config], Config]
 """Reads fields of config.json, given the fields before."""
 Part = Config | Reader
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _F32 = 0
@@ -58,12 +58,13 @@ def _decoder(fields: GgufFields, rotates_partly: bool, mlps_differ: bool) -> Con
     # If the first layer has experts, a file may omit the width of other layers.
     width_of_experts = _width_of_experts(fields) if first_dense_layers(fields) == 0 else None
     name, count = "feed_forward_length", num_layers(fields)
+    inner = fields.sizes(name, count) if mlps_differ else fields.size_of_some(name, width_of_experts)
     return {
         "hidden_size": width,
-        "intermediate_size": fields.sizes(name, count) if mlps_differ else fields.size(name, width_of_experts),
+        "intermediate_size": inner,
         "num_hidden_layers": count,
         "num_attention_heads": heads,
-        "num_key_value_heads": fields.size("attention.head_count_kv", heads),
+        "num_key_value_heads": fields.size_of_some("attention.head_count_kv", heads),
         "head_dim": head_dim,
         **({"partial_rotary_factor": rotated / head_dim} if rotates_partly else {}),
         "max_position_embeddings": fields.size("context_length"),
@@ -83,8 +84,8 @@ def num_layers(fields: GgufFields) -> int:
 
 
 def has_bias(fields: GgufFields, name: str) -> bool:
-    """Whether the first layer has biases in its tensor `name`."""
-    return f"blk.0.{name}.bias" in fields.header.tensors
+    """Whether a layer has biases in its tensor `name`."""
+    return has(fields, f"{name}.bias")
 
 
 def has(fields: GgufFields, name: str) -> bool:
@@ -96,7 +97,7 @@ def has(fields: GgufFields, name: str) -> bool:
 
 
 def biases(name: str, tensor: str) -> Reader:
-    """Field `name`: whether the first layer has biases in `tensor`."""
+    """Field `name`: whether a layer has biases in `tensor`."""
     return lambda fields, _: {name: has_bias(fields, tensor)}
 
 
@@ -139,6 +140,55 @@ def windows(period: int, *, may_differ: bool = False) -> Reader:
         return {"sliding_window": fields.size("attention.sliding_window"), "layer_types": types}
 
     return read
+
+
+def layers_with_keys(fields: GgufFields) -> list[bool]:
+    """For each layer, whether it attends: layers that keep a state have no heads of key."""
+    heads = fields.sizes("attention.head_count_kv", fields.size("block_count"), minimum=0)
+    return [each > 0 for each in heads[: num_layers(fields)]]
+
+
+def delta_rule(fields: GgufFields, config: Config) -> Config:
+    """The layers with delta rules and their sizes, by Qwen's names."""
+    count, num_values = config["num_hidden_layers"], fields.size("ssm.time_step_rank")
+    period = fields.size("full_attention_interval", 4)
+    keeps_state = [(index + 1) % period > 0 for index in range(count)]
+    if fields.has("attention.recurrent_layers"):
+        keeps_state = fields.own("attention.recurrent_layers", list, "a list of true and false")
+    if len(keeps_state) < count:
+        raise fields.error(f"attention.recurrent_layers has {len(keeps_state)} entries for {count} layers")
+    return {
+        "layer_types": [LINEAR if each else FULL for each in keeps_state[:count]],
+        "linear_conv_kernel_dim": fields.size("ssm.conv_kernel"),
+        "linear_num_key_heads": fields.size("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": fields.size("ssm.state_size"),
+        "linear_value_head_dim": _of_each_head(fields, num_values),
+    }
+
+
+def mamba_2(fields: GgufFields, config: Config) -> Config:
+    """The sizes of layers of Mamba 2, by the names of Bamba."""
+    heads, inner, width = fields.size("ssm.time_step_rank"), fields.size("ssm.inner_size"), config["hidden_size"]
+    return {
+        "mamba_n_heads": heads,
+        "mamba_d_head": _of_each_head(fields, heads),
+        "mamba_n_groups": fields.size("ssm.group_count"),
+        "mamba_d_state": fields.size("ssm.state_size"),
+        "mamba_d_conv": fields.size("ssm.conv_kernel"),
+        "mamba_d_ssm": inner,
+        "mamba_expand": max(inner // width, 1),
+        "mamba_conv_bias": has_bias(fields, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(fields, "ssm_in"),
+    }
+
+
+def _of_each_head(fields: GgufFields, num_heads: int) -> int:
+    """Numbers of each head of the results of layers that keep a state."""
+    inner = fields.size("ssm.inner_size")
+    if inner % num_heads:
+        raise fields.error(f"ssm.inner_size is {inner}, no multiple of ssm.time_step_rank, which is {num_heads}")
+    return inner // num_heads
 
 
 def experts(

@@ -18,10 +18,13 @@ from quire.model_files.gguf_config import (
     Reader,
     biases,
     deepseek_experts,
+    delta_rule,
     experts,
     first_dense_layers,
     has,
     has_bias,
+    layers_with_keys,
+    mamba_2,
     num_chosen_experts,
     num_layers,
     numbers,
@@ -370,11 +373,96 @@ def _plm(fields: GgufFields) -> Config:
     return {"model_type": "plm", **_latent_attention(fields), **activation}
 
 
+def _qwen_3_next(fields: GgufFields) -> Config:
+    """Qwen3.5 by another name, since files have the layers' inputs apart as it has; old files have them together."""
+    return _qwen_with_states("qwen3_next" if has(fields, "ssm_in.weight") else "qwen3_5_moe_text", *_QWEN_EXPERTS)(fields)
+
+
+def _qwen_with_states(model_type: str, *parts: Part) -> Callable[[GgufFields], Config]:
+    return row(model_type, delta_rule, *parts, rotates_partly=True)
+
+
+def _short_convolutions(fields: GgufFields, config: Config) -> Config:
+    """Layers without attention. The field has the inner size as it is."""
+    return {
+        "layer_types": [FULL if each else "conv" for each in layers_with_keys(fields)],
+        "conv_L_cache": fields.size("shortconv.l_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        **_no_windows(fields, config),
+    }
+
+
+def _lfm_2_experts(fields: GgufFields, config: Config) -> Config:
+    return {
+        **experts(width="moe_intermediate_size", gating=SIGMOID)(fields, config),
+        "num_dense_layers": first_dense_layers(fields),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": fields.positive("expert_weights_scale", 1.0),
+        "use_expert_bias": has(fields, "exp_probs_b.bias"),
+    }
+
+
+def _granite_hybrid(fields: GgufFields) -> Config:
+    """Granite with layers of Mamba 2; without experts, its MLP has the names of the one that all tokens have."""
+    config = row("granitemoehybrid", mamba_2)(fields)
+    config |= {name: fields.positive(key) for name, key in _GRANITE.items() if fields.has(key)}
+    config["layer_types"] = ["attention" if each else "mamba" for each in layers_with_keys(fields)]
+    rotates = fields.flag(f"{fields.architecture}.rope.scaling.finetuned", True)
+    config["position_embedding_type"] = "rope" if rotates else None
+    if has(fields, "ffn_down_exps.weight"):
+        return config | _GRANITE_EXPERTS(fields, config)
+    inner = fields.size("expert_shared_feed_forward_length", config["intermediate_size"])
+    return config | {"num_local_experts": 0, "shared_intermediate_size": inner}
+
+
+def _falcon_h1(fields: GgufFields, config: Config) -> Config:
+    """The weights of the file have all factors in them; the first norm is of the results with gates."""
+    if "output.weight" not in fields.header.tensors:
+        raise fields.error("it has no output.weight, so that the factor of the logits is not known")
+    return {
+        **mamba_2(fields, config),
+        "mamba_rms_norm": has(fields, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": has_bias(fields, "ssm_out"),
+        "mlp_bias": has_bias(fields, "ffn_gate"),
+    }
+
+
+def _nemotron_h(fields: GgufFields) -> Config:
+    """Layers of one part each, by the heads of key and the inner size that they have."""
+    count = num_layers(fields)
+    config = row("nemotron_h", activation=("mlp_hidden_act", "relu2"), eps=("layer_norm_epsilon", RMS_EPS))(fields)
+    inner = fields.sizes("feed_forward_length", fields.size("block_count"), minimum=0)
+    of_mlp = "moe" if has(fields, "ffn_down_exps.weight") else "mlp"
+    types = [FULL if attends else of_mlp if size else "mamba" for attends, size in zip(layers_with_keys(fields), inner)]
+    sizes = mamba_2(fields, config)
+    config |= {
+        "layers_block_type": types,
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+        "mlp_bias": has_bias(fields, "ffn_up"),
+    }
+    if of_mlp == "mlp":
+        return config
+    if has(fields, "ffn_latent_down.weight"):
+        raise fields.error("experts that read latents (ffn_latent_down) are not read")
+    config |= deepseek_experts()(fields, config)
+    shared = fields.size("expert_shared_feed_forward_length", config["moe_intermediate_size"])
+    return config | {"moe_shared_expert_intermediate_size": shared}
+
+
+_QWEN_EXPERTS = _qwen_experts(normalized=True)
 _qwen_2 = row("qwen2", _no_windows)
 _qwen_3 = row("qwen3", _no_windows)
 _glm_4_moe = row("glm4_moe", deepseek_experts(), _HEAD_NORMS, rotates_partly=True)
 _deepseek = row("deepseek", deepseek_experts(gating=SOFTMAX))
-_qwen_3_moe = row("qwen3_moe", *_qwen_experts(normalized=True))
+_qwen_3_moe = row("qwen3_moe", *_QWEN_EXPERTS)
 _LOCAL_EXPERTS = experts("num_local_experts")
 _GEMMA_4_EXPERTS = experts(chosen="top_k_experts", width="moe_intermediate_size")
 _NUMBERED = ("num_experts", "num_shared_experts")
@@ -431,6 +519,16 @@ CONFIGS: Mapping[str, Callable[[GgufFields], Config]] = {
     # Each fourth layer has no rotation; no field says so.
     "smollm3": row("smollm3", {"no_rope_layer_interval": 4, "use_sliding_window": False, **_NO_WINDOW}, _GATE_BIAS),
     "seed_oss": row("seed_oss", biases("attention_out_bias", "attn_output"), _GATE_BIAS),
+    # Positions in texts are the same in all sections of the rotation.
+    "qwen35": _qwen_with_states("qwen3_5_text", _no_windows),
+    "qwen35moe": _qwen_with_states("qwen3_5_moe_text", *_QWEN_EXPERTS),
+    "qwen3next": _qwen_3_next,
+    "lfm2": row("lfm2", _short_convolutions, eps=("norm_eps", RMS_EPS)),
+    "lfm2moe": row("lfm2_moe", _short_convolutions, _lfm_2_experts, eps=("norm_eps", RMS_EPS)),
+    "granitehybrid": _granite_hybrid,
+    "falcon-h1": row("falcon_h1", _falcon_h1),
+    "nemotron_h": _nemotron_h,
+    "nemotron_h_moe": _nemotron_h,
     "mistral3": _mistral_3,
     "chatglm": row("glm", rotates_partly=True),
     "glm4": row("glm4", _no_sections, rotates_partly=True),

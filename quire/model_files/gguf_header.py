@@ -216,7 +216,15 @@ class GgufFields:
     def size(self, name: str, default: int | None = None) -> int:
         """A whole number from 1 on, which may be a list of that number for each layer."""
         given = self.own(name, (int, list), "a whole number", default)
-        value, *others = dict.fromkeys(given if isinstance(given, list) else [given]) or [None]
+        return self._only_size(name, given, given if isinstance(given, list) else [given])
+
+    def size_of_some(self, name: str, default: int | None = None) -> int:
+        """As `size`, of a field that may be 0 for layers that do not have what it counts."""
+        given = self.own(name, (int, list), "a whole number", default)
+        return self._only_size(name, given, [each for each in given if each != 0] if isinstance(given, list) else [given])
+
+    def _only_size(self, name: str, given: Any, values: list[Any]) -> int:
+        value, *others = dict.fromkeys(values) or [None]
         if others or type(value) is not int:
             problem = "which differs by layer; such models are not read" if others else "not a whole number"
             raise self.error(f"{self._key(name)} is {given!r:.80}, {problem}")
@@ -224,12 +232,13 @@ class GgufFields:
             raise self.error(f"{self._key(name)} is {value}; expected is a number from 1 to {_MAX_SIZE}")
         return value
 
-    def sizes(self, name: str, count: int) -> list[int]:
+    def sizes(self, name: str, count: int, minimum: int = 1) -> list[int]:
         """As `size`, for each of `count` layers, which may differ."""
         given = self.own(name, (int, list), "a whole number or a list")
         found = given if isinstance(given, list) else [given] * count
-        if len(found) != count or not all(type(each) is int and 1 <= each <= _MAX_SIZE for each in found):
-            raise self.error(f"{self._key(name)} is {given!r:.80}; expected are {count} numbers from 1 to {_MAX_SIZE}")
+        if len(found) != count or not all(type(each) is int and minimum <= each <= _MAX_SIZE for each in found):
+            expected = f"{count} numbers from {minimum} to {_MAX_SIZE}"
+            raise self.error(f"{self._key(name)} is {given!r:.80}; expected are {expected}")
         return found
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -127,8 +127,9 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
         raise fields.error(f"block_count is {count}, and it has the tensors of {len(numbers)} layers")
     heads = fields.size("attention.head_count")
     tensors = fields.header.tensors
-    queries = (tensors.get(f"blk.0.{name}.weight") for name in ("attn_q", "attn_qkv", "attn_q_b"))
-    query = next((each for each in queries if each is not None), None)
+    # Layers that keep a state have no query, but some have a tensor with the name of query, key and value.
+    queries = (f"blk.{index}.{name}" for name in ("attn_q", "attn_qkv", "attn_q_b") for index in range(len(numbers)))
+    query = next((tensors[each] for name in queries if (each := f"{name}.weight") in tensors), None)
     head_dim = fields.size("attention.key_length_mla", fields.size("attention.key_length", max(width // heads, 1)))
     # The first layer has a window, if some have.
     head_dim = min(head_dim, fields.size("attention.key_length_swa", head_dim))

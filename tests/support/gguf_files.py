@@ -36,6 +36,11 @@ _NUMBERS = {
     "attention.shared_kv_layers": ("num_kv_shared_layers",),
     "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
     "altup.num_inputs": ("altup_num_inputs",),
+    "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+    "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    "shortconv.l_cache": ("conv_L_cache",),
     "altup.active_idx": ("altup_active_idx",),
 }
 _FACTORS = {
@@ -68,12 +73,18 @@ _ARCHITECTURES = {
     "gpt_oss": "gpt-oss",
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu"), "deepseek2"),
     "minimax_m2": "minimax-m2",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
     "exaone_moe": "exaone-moe",
 }
 """Architectures whose name is not the type of the model."""
 _PERMUTED = (
-    *("llama", "mistral3", "granite", "granitemoe", "olmo", "smollm3", "arcee", "internlm2", "xverse"),
-    *("baichuan", "maincoder", "deepseek", "bailingmoe"),
+    *("llama", "mistral3", "granite", "granitemoe", "granitehybrid", "olmo", "smollm3", "arcee", "internlm2"),
+    *("xverse", "baichuan", "maincoder", "deepseek", "bailingmoe"),
 )
 _SIGMOIDS = (
     "bailingmoe2",
@@ -84,7 +95,11 @@ _SIGMOIDS = (
     "dots1",
     "minimax_m2",
     "exaone_moe",
+    "lfm2_moe",
+    "nemotron_h_moe",
 )
+_NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_DELTA_RULES = ("qwen35", "qwen35moe", "qwen3next")
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms|altup_\w+))\.\d+\.(.*)")
 _WITHOUT_KIND = ("correct_output_scale", "layer_scalar", ".experts.down_proj", ".experts.gate_up_proj")
@@ -106,15 +121,17 @@ def write_gguf(
     tensors_per_part: int = 0,
     fused: bool = False,
     merged_latents: bool = False,
+    joined_inputs: bool = False,
 ) -> Path:
     """Writes the model of a directory to `file` as llama.cpp would; returns the file, or the first of its parts.
 
     Args:
         quantization: type of matrices, or a function of a matrix's name in the file; vectors stay float32.
-        further: additional or changed metadata, by whole keys; "rope" are the factors of rotations.
+        further: additional or changed metadata, by whole keys, None for none; "rope" are the factors of rotations.
         fused: joins tensors as the converter's --fuse-qkv and --fuse-gate-up-exps do.
         merged_latents: writes latent attention as the converter did before 2025: the layer that makes keys and values
             in one tensor, and sizes of heads.
+        joined_inputs: writes all inputs of delta rules in one tensor, as the converter did before 2026.
     """
     config = json.loads((directory / "config.json").read_text())
     model_type: str = config["model_type"]
@@ -138,7 +155,7 @@ def write_gguf(
     else:
         names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
         writer.add_layer_norm_eps(next((config[name] for name in names if name in config), 1e-5))
-    if architecture != "gpt2":
+    if architecture not in ("gpt2", *_NEMOTRON):
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _add_rotation(writer, architecture, config)
@@ -154,6 +171,8 @@ def write_gguf(
         *("olmo2", "exaone4", "exaone-moe"),
     ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if architecture in (*_DELTA_RULES, "lfm2", "lfm2moe", "granitehybrid", "falcon-h1", *_NEMOTRON):
+        _add_states(writer, architecture, config)
     if architecture in ("gemma3n", "gemma4"):
         _add_shared_keys(writer, architecture, config)
     if architecture in ("deepseek2", "minicpm3", "plm"):
@@ -171,14 +190,15 @@ def write_gguf(
     for key, value in further.items():
         # The writer takes each key once.
         writer.kv_data[0].pop(key, None)
-        kinds[type(value)](key, value)
+        if value is not None:
+            kinds[type(value)](key, value)
     if architecture == "gemma4" and factors is None:
         size = writer.kv_data[0]["gemma4.rope.dimension_count"].value
         turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
         factors = [1.0] * turned + [1e30] * (size // 2 - turned)
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
-    config["merged_latents"] = merged_latents
+    config |= {"merged_latents": merged_latents, "joined_inputs": joined_inputs}
     tensors = dict(_stored_tensors(architecture, directory, config, quantization))
     for name, (data, raw) in (_fuse(tensors) if fused else tensors).items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
@@ -240,6 +260,76 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
             writer.add_array(f"{architecture}.{key}", value)
         else:
             writer.add_uint32(f"{architecture}.{key}", value)
+
+
+def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
+    """The layers that keep a state, and sizes of their parts."""
+    types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * config["num_hidden_layers"]
+    attends = [kind in ("full_attention", "attention") for kind in types]
+    fields: dict[str, Any] = {}
+    if architecture in _DELTA_RULES:
+        fields["attention.recurrent_layers"] = [not each for each in attends]
+        fields["ssm.inner_size"] = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    else:
+        fields["attention.head_count_kv"] = [config["num_key_value_heads"] * each for each in attends]
+    if architecture in ("lfm2", "lfm2moe"):
+        inner = config.get("block_ff_dim", config["intermediate_size"])
+        fields["feed_forward_length"] = inner if architecture == "lfm2moe" else -(-2 * inner // 3 // 256) * 256
+        fields["attention.layer_norm_rms_epsilon"] = config["norm_eps"]
+    if "mamba_d_conv" in config:
+        fields["ssm.inner_size"] = config.get("mamba_d_ssm") or config["mamba_expand"] * config["hidden_size"]
+        if "shared_intermediate_size" in config:
+            fields["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
+        fields["rope.scaling.finetuned"] = config.get("position_embedding_type", "rope") == "rope"
+    if architecture in _NEMOTRON:
+        fields["block_count"] = len(types)
+        fields["ssm.inner_size"] = config["mamba_num_heads"] * config["mamba_head_dim"]
+        inner = config["moe_intermediate_size"] if "moe" in types else config["intermediate_size"]
+        fields["feed_forward_length"] = [inner * (kind in ("mlp", "moe")) for kind in types]
+        fields["attention.layer_norm_rms_epsilon"] = config["layer_norm_epsilon"]
+    for key, value in fields.items():
+        writer.kv_data[0].pop(f"{architecture}.{key}", None)
+        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+        kinds[type(value)](f"{architecture}.{key}", value)
+
+
+def _as_stored(architecture: str, config: dict[str, Any], name: str, data: np.ndarray) -> np.ndarray:
+    """Parts of layers that keep a state, in the form that files have."""
+    part = name.split(".")[-2] if name.endswith((".weight", ".bias")) else name.rpartition(".")[2]
+    if part == "conv1d" or ".conv.conv." in name:
+        data = data.squeeze()
+    if part == "A_log":
+        data = -np.exp(data)
+    if architecture not in _DELTA_RULES:
+        if part in ("A_log", "D"):
+            data = data.reshape(-1, 1)
+        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+            data = data.reshape(config.get("mamba_n_groups") or config["n_groups"], -1)
+        return data * _factor(config, name) if architecture == "falcon-h1" and data.ndim == 2 else data
+    keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    kept = 2 * keys * config["linear_key_head_dim"] if part in ("in_proj_qkv", "conv1d") else 0
+    if architecture == "qwen3next" or "linear_attn." not in name or part == "norm":
+        return data
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(keys, values // keys, -1, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape)
+
+    return turned(data.T).T if part == "out_proj" else np.concatenate([data[:kept], turned(data[kept:])])
+
+
+def _factor(config: dict[str, Any], name: str) -> Any:
+    """The factor of Falcon-H1 on what comes out of a layer, or goes into it."""
+    inputs = config["attention_in_multiplier"]
+    gate, down = config["mlp_multipliers"]
+    factors = {"gate_proj.w": gate, "down_proj.w": down, "q_proj.w": inputs, "v_proj.w": inputs}
+    factors |= {"k_proj.w": inputs * config["key_multiplier"], "o_proj.w": config["attention_out_multiplier"]}
+    factors |= {"mamba.out_proj.w": config["ssm_out_multiplier"], "lm_head": config["lm_head_multiplier"]}
+    factors["embed_tokens"] = config["embedding_multiplier"]
+    if "mamba.in_proj" in name:
+        group = config["mamba_n_groups"] * config["mamba_d_state"]
+        sizes = (config["mamba_d_ssm"], config["mamba_d_ssm"], group, group, config["mamba_n_heads"])
+        return config["ssm_in_multiplier"] * np.repeat(np.float32(config["ssm_multipliers"]), sizes)[:, None]
+    return next((factor for each, factor in factors.items() if each in name), 1.0)
 
 
 def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any], merged: bool) -> None:
@@ -310,7 +400,12 @@ def _stored_tensors(
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = _names_in_files(kind)
     for name, data in _apart(architecture, config, _tensors(directory)):
+        data = _as_stored(architecture, config, name, data)
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         base, _, suffix = name.rpartition(".")
+        if suffix in ("A_log", "D"):
+            yield str(table.get_name(name)), (data, None)
+            continue
         # Architectures whose files have merged tensors have no names for their parts.
         stored = table.get_name(base) or _names_in_files(gguf.MODEL_ARCH.LLAMA).get_name(base)
         assert stored is not None, name
@@ -321,10 +416,13 @@ def _stored_tensors(
             data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
         if architecture == "maincoder" and name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
             data = data.reshape(2, -1).T.reshape(-1)
-        if architecture in ("gemma", "gemma2", "gemma3", "nemotron") and name.endswith("norm.weight"):
+        has_factors = architecture in ("gemma", "gemma2", "gemma3", "nemotron", *_DELTA_RULES)
+        if has_factors and name.endswith("norm.weight") and "linear_attn" not in name:
             data = data + 1
         raw = None
-        if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and "gate_inp" not in stored:
+        if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and not any(
+            each in stored for each in ("gate_inp", "conv1d", "shortconv.conv", "ssm_norm", "ssm_d")
+        ):
             data = np.ascontiguousarray(data)
             if isinstance(quantization, gguf.GGMLQuantizationType):
                 data, raw = gguf.quantize(data, quantization), quantization
@@ -348,9 +446,27 @@ def _apart(
         elif "input_linear" in name:
             # It has all experts of the layer, or the one that all tokens have.
             whole = "block_sparse_moe.input_linear" if data.ndim == 3 else "shared_mlp.input_linear"
-            parts = experts if data.ndim == 3 else "mlp.shared_expert."
+            of_all = "mlp.shared_expert." if config.get("num_local_experts", 1) else "mlp."
+            parts = experts if data.ndim == 3 else of_all
             for part, rows in zip(("gate_proj", "up_proj"), np.split(data, 2, axis=-2), strict=True):
                 yield name.replace(whole, f"{parts}{part}"), rows
+        elif "shared_mlp.output_linear" in name and not config.get("num_local_experts", 1):
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), data
+        elif name.endswith("feed_forward.expert_bias"):
+            yield f"{name}.bias", data
+        elif "feed_forward.experts." in name:
+            yield name.removeprefix("model."), data
+        elif "mixer.experts." in name:
+            yield name.replace("backbone.", "model.").replace("mixer.", "mlp."), data
+        elif "in_proj_qkvz" in name and not config["joined_inputs"]:
+            size, each = config["linear_key_head_dim"], data.reshape(config["linear_num_key_heads"], -1, data.shape[1])
+            values = (each.shape[1] - 2 * size) // 2
+            q, k, v, z = (
+                rows.reshape(-1, data.shape[1])
+                for rows in np.split(each, [size, 2 * size, 2 * size + values], axis=1)
+            )
+            yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate((q, k, v))
+            yield name.replace("in_proj_qkvz", "in_proj_z"), z
         elif architecture == "gpt-oss" and experts in name:
             *_, last = name.split(".")
             data = data if "bias" in last else data.swapaxes(1, 2)

@@ -2,7 +2,7 @@
 
 A block of tokens has the keys and values of each layer of attention, one layer after the other. A block of a state has
 units of equal bytes, as `kernels.states` describes. Both are bytes of the same tensor, `[1, num_blocks, 1, 1, width]`
-of the pool's dtype, so blocks are copied, swapped, moved and kept in files as those of other models are.
+of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ def caches_of(arena: Tensor, shapes: Sequence[tuple[int, int, int, int]]) -> tup
     Args:
         shapes: of each layer, without the number of blocks.
     """
-    num_blocks, block_width, start = arena.shape[1], arena.stride(1), 0
+    # `as_strided` counts from the start of the memory, where the arena may be a part of a file.
+    num_blocks, block_width, start = arena.shape[1], arena.stride(1), arena.storage_offset()
     caches = list[Tensor]()
     for num_lines, num_heads, block_size, width in shapes:
         line = num_heads * block_size * width

@@ -53,7 +53,7 @@ def build_model_input(
     """The new tokens of all rows, concatenated, their places in the pool, and the context that they attend to.
 
     Args:
-        checkpoints: as `Step` has them; those that the batch does not reach are left out.
+        checkpoints: as `Step` has them; the ones after tokens that the batch does not compute are left out.
     """
     layout = Layout.from_batch(batch)
     if rows.token_ids.device.type == "cpu":

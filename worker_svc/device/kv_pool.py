@@ -75,7 +75,7 @@ class KvPool:
     host: tuple[Tensor, ...]
     padding_block: int | None = None
     """The first of the extra blocks of `gpu` that no sequence has, for what is computed and not kept: one block for
-    tokens; if layers keep states, those of a state more."""
+    tokens; if layers keep states, the blocks of a state more."""
     seals: SealInventory | None = None
     """The inventory next to the blocks in their file; None if no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)

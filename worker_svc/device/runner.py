@@ -303,7 +303,7 @@ class ModelRunner:
         self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
         self._num_launched = 0
-        # Those of the step that runs.
+        # The checkpoints of the step that runs.
         self._checkpoints = _NO_CHANGES.state_tables
 
     def predict_passes(self, times: PassTimes) -> None:

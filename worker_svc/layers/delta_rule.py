@@ -8,7 +8,7 @@ import torch
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
-from worker_svc.layers.linear import Linear, LinearPart, Split, Spread
+from worker_svc.layers.linear import Linear, LinearPart, Spread
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
 from worker_svc.weights import Placement
 
@@ -61,7 +61,7 @@ class DeltaRuleConfig:
         return DeltaRule(f"{name}.linear_attn", self, hidden, units, placement)
 
     def input_parts(self, name: str) -> tuple[list[LinearPart], list[LinearPart]]:
-        """The parts of query, key, value and output gate, and those of beta and decay."""
+        """The parts of query, key, value and output gate, and the parts of beta and decay."""
         if not self.by_key:
             wide = (("in_proj_qkv", self.channels), ("in_proj_z", self.values))
             narrow = (("in_proj_b", self.num_values), ("in_proj_a", self.num_values))
@@ -116,7 +116,6 @@ class DeltaRule(StateLayer):
             config.values,
             bias=False,
             placement=placement,
-            split=Split.INPUTS,
         )
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What all layers have in common that keep a state of fixed size for each sequence, instead of keys and values."""
+"""Layers that keep a state of fixed size for each sequence instead of keys and values: their common parts."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -64,7 +64,7 @@ class StateLayout:
 
     @property
     def unit_bytes(self) -> int:
-        """The bytes of a unit: those of the largest tile."""
+        """The bytes of a unit: the bytes of the largest tile."""
         return max(shape.tile_bytes for shape in self.shapes)
 
     def size(self, num_layers: int) -> StateSize:
@@ -73,7 +73,7 @@ class StateLayout:
         return StateSize(num_layers * of_layer, self.unit_bytes)
 
     def units(self, number: int) -> list[StateUnits]:
-        """Where each part of the state of layer `number` is, counted among those that keep a state."""
+        """Where each part of the state of layer `number` is, counted among the layers that keep a state."""
         first, unit_bytes = self.size(number).num_units, self.unit_bytes
         sizes = [shape.num_units(unit_bytes) for shape in self.shapes]
         return [StateUnits(first + sum(sizes[:index]), unit_bytes) for index in range(len(sizes))]

@@ -277,7 +277,7 @@ class DecoderLayer(nn.Module):
     """One decoder layer, number `index`. `rotation` is None if its query and key are not rotated.
 
     Attributes:
-        cache: the number of the layer whose keys it reads, among those with keys; None if it keeps a state.
+        cache: the number of the layer whose keys it reads, among the layers with keys; None if it keeps a state.
     """
 
     def __init__(self, index: int, config: DecoderConfig, rotation: Rotation | None, placement: Placement) -> None:

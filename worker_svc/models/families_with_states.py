@@ -35,8 +35,8 @@ IsState = Callable[[ConfigFields, DecoderConfig, int], bool]
 
 
 def state_layers(is_state: IsState | None = None) -> Any:
-    """A reader of the layers that keep a state: those in `layer_types`, by the names of transformers 4 and 5; without
-    it, those that satisfy `is_state`.
+    """A reader of the layers that keep a state: by `layer_types`, with the names of transformers 4 and 5; without it,
+    the layers that satisfy `is_state`.
 
     The reader raises ConfigurationError for an unknown type of layer, or if no layer attends.
     """
@@ -88,8 +88,8 @@ def delta_rule(*, by_key: bool) -> Any:
 
 _PARTLY: Values = {"partial_rotary_factor": 0.25}
 
-# Layers with delta rules; norms add 1 to their weights, except for those of delta rules; every few layers attend, with
-# gates on the results.
+# Layers with delta rules; every few layers attend, with gates on the results. Norms add 1 to their weights, except for
+# the norms of delta rules.
 _QWEN_3_5 = WITH_STATES.add(
     "Qwen3_5ForCausalLM",
     _PARTLY,
@@ -283,7 +283,7 @@ def _granite_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConf
     return GRANITE_EXPERTS(fields, config) if fields.integer("num_local_experts", 8, minimum=0) else None
 
 
-# Granite with layers of Mamba 2. Layers may have experts beside an MLP that all tokens have.
+# Granite with layers of Mamba 2. Layers may have experts in addition to an MLP that all tokens have.
 WITH_STATES.add(
     "GraniteMoeHybridForCausalLM",
     {"shared_intermediate_size": 1024},

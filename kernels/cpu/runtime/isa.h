@@ -1,6 +1,6 @@
-// The kernels that every instruction set provides. decode.cpp, prefill.cpp, pointwise.cpp and product.cpp are compiled
-// once for each, in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could
-// share between them: a processor without AVX-512 must never run code that was compiled for AVX-512.
+// The kernels that every instruction set provides. Their files, which CMakeLists.txt lists, are compiled once for each,
+// in a namespace of its name, QUIRE_ISA. They use nothing of the standard library that the linker could share between
+// them: a processor without AVX-512 must never run code that was compiled for AVX-512.
 #pragma once
 
 #include <cstddef>

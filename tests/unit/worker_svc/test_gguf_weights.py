@@ -23,6 +23,7 @@ from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
 from tests.support.models import (
     NATIVE,
+    STATES,
     Family,
     edit_config,
     make_model,
@@ -30,9 +31,10 @@ from tests.support.models import (
     make_tokenizer,
     randomize,
 )
-from tests.support.paged import PagedRunner, Span, codings_in_use
+from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.layers.embedding_norm import Embedding
+from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 from worker_svc.weights import Checkpoint
 
@@ -52,8 +54,8 @@ def make(directory: Path, family: str):
     """A model of the family, written to the directory."""
     if family in ("llama", "gpt2"):
         return make_model(directory, {"llama": "llama-gqa-untied-32", "gpt2": "gpt2-tied-32"}[family])
-    if family in FURTHER | OTHERS:
-        return make_model(directory, (FURTHER | OTHERS)[family])
+    if family in (families := FURTHER | OTHERS | WITH_STATES):
+        return make_model(directory, families[family])
     config_class, model_class = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[
         family
     ]
@@ -100,7 +102,7 @@ SHAPED = ("layer_types", "sliding_window", "use_sliding_window")
 
 def without(name: str, *fields: str, **changes: Any) -> Family:
     """A model of `NATIVE` without some fields, which no file has."""
-    family = NATIVE[name]
+    family = (NATIVE | STATES)[name]
     return replace(family, fields={key: each for key, each in family.fields.items() if key not in fields} | changes)
 
 
@@ -127,13 +129,56 @@ OTHERS = {
     "dots1": without("dots1-moe", *SHAPED),
     **{name: NATIVE[name] for name in ("gemma4-shared", "gemma4-wide-shared", "gemma4-moe", "gemma3n-shared")},
 }
+FALCON_BIASES = ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
+NEMOTRON: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+}
+NEMOTRON_EXPERTS = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+WITH_STATES = {
+    "qwen3.5": STATES["qwen3.5"],
+    "qwen3.5-as-many-values": without("qwen3.5", linear_num_value_heads=2),
+    "qwen3.5-moe": Family(
+        "Qwen3_5Moe", {**STATES["qwen3-next-moe"].fields, "norm_topk_prob": True}, "Qwen3_5MoeTextConfig", num_calls=1
+    ),
+    "qwen3-next-moe": without("qwen3-next-moe", norm_topk_prob=True),
+    "lfm2": without("lfm2", conv_bias=False),
+    "lfm2-moe": STATES["lfm2-moe"],
+    "granite-hybrid": without("granite-hybrid", "time_step_limit"),
+    "granite-hybrid-moe": without(
+        *("granite-hybrid", "time_step_limit"), num_local_experts=4, num_experts_per_tok=2, position_embedding_type=None
+    ),
+    # No converter takes biases with factors.
+    "falcon-h1": without("falcon-h1", *FALCON_BIASES, tie_word_embeddings=False),
+    "falcon-h1-biases": without(
+        "falcon-h1",
+        *(name for name in STATES["falcon-h1"].fields if "multiplier" in name),
+        tie_word_embeddings=False,
+        mamba_rms_norm=False,
+    ),
+    "falcon-h1-tied": without("falcon-h1", *FALCON_BIASES, tie_word_embeddings=True),
+    "nemotron-h": Family("NemotronH", NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
+}
 """Families that only Quire's own decoder runs from a file."""
 
 
 @pytest.mark.parametrize(
     ("family", "model_impl"),
     [
-        *((family, "auto") for family in OTHERS),
+        *((family, "auto") for family in (*OTHERS, *WITH_STATES) if family != "falcon-h1-tied"),
         *((family, "auto") for family in ("llama", "qwen2", "qwen3", "gpt2", *FURTHER)),
         *((family, "transformers") for family in FURTHER),
     ],
@@ -151,8 +196,9 @@ def test_a_model_of_a_file_computes_what_that_of_its_directory_does(
     found, expected = (
         PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 40)) for model in (of_file, of_directory)
     )
-    # The factors of Gemma's norms were rounded when 1 was added to them.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if family.startswith("gemma") else 0)
+    # The factors of Gemma's norms were rounded when 1 was added to them. Decays of states were rounded, too.
+    rounded = family.startswith("gemma") or family in WITH_STATES
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 if rounded else 0)
     assert len(read) > 10
     assert read[-1][0] == read[-1][1] > 100_000
     if model_impl == "transformers":
@@ -176,8 +222,13 @@ BY_ANOTHER_NAME: dict[str, tuple[Family | None, dict[str, Any]]] = {
     "bailingmoe": (None, {}),
     "deepseek2-ocr": (None, {"deepseek2-ocr.rope.dimension_count": 0}),
     "plm": (None, {}),
+    "nemotron_h_moe": (
+        Family("NemotronH", NEMOTRON | NEMOTRON_EXPERTS),
+        {"nemotron_h_moe.expert_shared_feed_forward_length": 48},
+    ),
 }
 """Architectures of files, the family that they are files of, and further fields; None: transformers has no class."""
+ROUNDED = ("hunyuan_vl", "nemotron_h_moe")
 
 
 @pytest.mark.parametrize("architecture", BY_ANOTHER_NAME)
@@ -196,8 +247,30 @@ def test_files_of_an_architecture_compute_what_a_family_of_another_name_does(tmp
     found, expected = (
         PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 40)) for model in (of_file, of_directory)
     )
-    # The base of HunYuan VL's rotation is a number of 32 bits in the file.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if architecture == "hunyuan_vl" else 0)
+    # The base of HunYuan VL's rotation is a number of 32 bits in the file. Decays of states were rounded.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if architecture in ROUNDED else 0)
+
+
+def test_old_files_have_the_inputs_of_delta_rules_in_one_tensor(tmp_path: Path) -> None:
+    make(tmp_path / "model", "qwen3-next-moe")
+    new, old = write_gguf(tmp_path / "n.gguf", tmp_path / "model"), tmp_path / "o.gguf"
+    write_gguf(old, tmp_path / "model", joined_inputs=True, further={"qwen3next.full_attention_interval": 3})
+    assert ModelDirectory.open(old).config["model_type"] == "qwen3_next"
+    tokens = [3 + 7 * index % 300 for index in range(40)]
+    models = (load_model(each, device=torch.device("cpu"), dtype=torch.float32) for each in (new, old))
+    found, expected = (PagedRunner(model, [tokens], block_size=4).step(Span(0, 0, 40)) for model in models)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("interval", "attending"), [(2, [1]), (3, [2]), (None, [])])
+def test_files_without_a_list_of_layers_have_the_interval_of_those_that_attend(
+    tmp_path: Path, interval: int | None, attending: list[int]
+) -> None:
+    make(tmp_path / "model", "qwen3.5")
+    further = {"qwen35.attention.recurrent_layers": None, "qwen35.full_attention_interval": interval}
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", further=further)
+    types = ModelDirectory.open(file).config["layer_types"]
+    assert [index for index, each in enumerate(types) if each == "full_attention"] == attending
 
 
 @pytest.mark.parametrize("architecture", ["exaone", "internlm2", "pangu-embedded", "xverse", "baichuan", "paddleocr"])
@@ -267,6 +340,13 @@ def test_keys_of_layers_that_read_those_of_earlier_ones_are_left_out(
     [
         ("gemma3n-shared", {"gemma3n.activation_sparsity_scale": [0, 0]}, "activation_sparsity_scale is no list of"),
         ("gemma3n-shared", {"gemma3n.feed_forward_length": [96, 96]}, "[96, 96]; expected are 4 numbers from 1 to"),
+        ("qwen3.5", {"qwen35.attention.recurrent_layers": [True]}, "recurrent_layers has 1 entries for 3 layers"),
+        ("qwen3.5", {"qwen35.ssm.inner_size": 130}, "ssm.inner_size is 130, no multiple of ssm.time_step_rank, which"),
+        ("lfm2", {"lfm2.attention.sliding_window": 8}, "sliding windows of lfm2 are not read"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2, 4]}, "[0, 2, 4], which differs by layer; such models are not"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, -1, 0]}, "is -1; expected is a number from 1 to"),
+        ("lfm2-moe", {"lfm2moe.expert_gating_func": 1}, "its experts are not chosen by sigmoids (expert_gating_func)"),
+        ("falcon-h1-tied", {}, "it has no output.weight, so that the factor of the logits is not known"),
         ("gemma4-shared", {"gemma4.rope.dimension_count_swa": 8}, "rope.dimension_count_swa is not 16, the size of"),
         ("gemma4-shared", {"gemma4.rope.scaling.type": "linear"}, "rope.scaling.type is 'linear', which is not read"),
         ("gemma4-shared", {"rope": [1.0] * 15 + [2.0]}, "rope_freqs.weight is not 1 for the first pairs of a head and"),
@@ -372,6 +452,34 @@ def test_weights_of_models_with_inputs_of_each_layer_are_multiplied_as_the_file_
     tables = [module for module in model.modules() if isinstance(module, Embedding)]
     assert len(tables) == (1 if family == "gemma4-moe" else 2)
     assert all(isinstance(table.matrix, CodedWeight) for table in tables)
+    assert {Coding.Q4_K, Coding.Q6_K} <= codings_in_use(file, 1, monkeypatch)[True]
+
+
+CODED_STATES: dict[str, dict[str, Any]] = {
+    "qwen3.5": {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
+    # Heads of value are whole groups of codes.
+    "qwen3.5-wide": {"linear_key_head_dim": 64, "linear_value_head_dim": 256},
+    "qwen3-next-moe": {"linear_value_head_dim": 64, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "lfm2": {},
+    "granite-hybrid": {"shared_intermediate_size": 256, "mamba_proj_bias": False},
+}
+
+
+@pytest.mark.parametrize("family", CODED_STATES)
+def test_weights_of_layers_that_keep_a_state_are_multiplied_as_the_file_has_them(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but routers and columns of values in another order that are no whole groups."""
+    sizes = CODED_SIZES | {"head_dim": 64} | CODED_STATES[family]
+    make_model(tmp_path / "model", WITH_STATES[family.removesuffix("-wide")], **sizes)
+    file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
+    model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)
+    plain = {
+        ".".join(name.split(".")[-2:])
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear) and None in codings_of(layer)
+    }
+    assert plain - {"mlp.router", "mlp.shared_gate"} == ({"state.output"} if family == "qwen3.5" else set())
     assert {Coding.Q4_K, Coding.Q6_K} <= codings_in_use(file, 1, monkeypatch)[True]
 
 

@@ -24,7 +24,8 @@ from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.pool_setup import kv_namespace, requested_pool_dtype
+from worker_svc.parallel.ranks import Ranks
+from worker_svc.pool_setup import choose_cut, kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
@@ -288,3 +289,34 @@ def test_a_pool_of_int8_is_refused_on_another_device() -> None:
     model.device = torch.device("cuda")
     with pytest.raises(ConfigurationError, match="--kv-cache-dtype is int8, which is for cpu, and the device is cuda"):
         requested_pool_dtype("int8", model)
+
+
+def make_with_states(directory: Path) -> CausalLM:
+    make_model(directory, "qwen3.5")
+    return load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_no_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = make_with_states(tmp_path)
+    info = make_worker(model, load("--max-num-seqs", "2", "--block-size", "4"), DeviceLoop()).info
+    assert model.state is not None
+    assert info.pool.state_blocks == model.state.num_blocks(info.pool.block_bytes)
+    # As many as two sequences of 512 tokens need, each with its state and a checkpoint.
+    assert info.pool.num_gpu_blocks == 2 * (512 // 4 + 2 * info.pool.state_blocks)
+    assert (info.limits.max_drafts, info.limits.max_passes) == (0, 8)
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(each.startswith("Qwen3_5ForCausalLM has no speculative decoding: ") for each in messages)
+
+
+def test_what_is_not_served_with_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, draft_model = make_with_states(tmp_path), TinyCausalLM()
+    with pytest.raises(
+        ConfigurationError, match="keep states of sequences, and there is a --draft-model, leave it out"
+    ):
+        choose_cut(model, 512, load(), draft_model)
+    monkeypatch.setattr(model, "ranks", Ranks(0, 2))
+    with pytest.raises(ConfigurationError, match="keep states of sequences, and --tensor-parallel-size is 2, use 1"):
+        choose_cut(model, 512, load())

@@ -11,6 +11,7 @@ from quire.rpc.errors import InvalidArgument
 from tests.support.models import STATES, make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
+from worker_svc.device.arena import arena_shape, caches_of, pages_of
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import RecordedForward
 from worker_svc.device.row_ledger import RowLedger
@@ -137,7 +138,7 @@ def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_
     actual = rows.run((1, 1), (0, 5), samples=[1, 0])
     actual = [each[1:] for each in actual]
     while len(actual) < 10:
-        # Of the last pass of this step.
+        # The last pass of this step writes it.
         checkpoints = [(0, 47, *later)] if max_passes > 1 and rows.computed[0] == 44 else []
         actual += [each[:1] for each in rows.run((0, 1), (1, 1), samples=[0, 1], checkpoints=checkpoints)]
     assert all(map(torch.equal, expected, actual))
@@ -206,3 +207,13 @@ def test_models_with_states_are_recorded(family: str, tmp_path: Path) -> None:
     rows = Rows(make(tmp_path, family))
     assert isinstance(rows.runner._run_model, RecordedForward)
     assert rows.runner._run_decodes is not None
+
+
+def test_caches_of_an_arena_that_is_a_part_of_a_file_lie_within_it() -> None:
+    file = torch.zeros(1000)
+    arena = file[100 : 100 + 3 * 64].view(arena_shape(3, 64 * 4, torch.float32))
+    shapes = [(2, 1, 4, 2), (2, 2, 4, 2)]
+    for value, cache in enumerate(caches_of(arena, shapes), 1):
+        cache.fill_(value)
+    assert not file[:100].any()
+    assert pages_of(arena).view(torch.float32)[:, :48].bool().all()

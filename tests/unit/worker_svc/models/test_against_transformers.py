@@ -47,7 +47,7 @@ HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
     *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss-moe"),
-    *("gemma3n-shared", "gemma4-moe"),
+    *("gemma3n-shared", "gemma4-moe", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1"),
     *("granite-swa", "ministral3", "granite", "olmo2", "glm4", "cohere2-alternating", "hunyuan-dense"),
 )
 NORM_EPS = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps")
