@@ -1,4 +1,4 @@
-"""Operations of paged attention models; `kernels.ops` is the public interface.
+"""Operations of models that keep keys and values, or states, in pages; `kernels.ops` is the public interface.
 
 This module imports neither torch nor triton: transformers looks for a package of this name when it is imported, and
 must find a harmless one.

@@ -693,7 +693,7 @@ def linear_recurrence(
     The state is `StateShape.of_recurrence(Hv, dk, dv)`.
 
     Args:
-        query, key: [T, Hk, dk], of the dtype of `value`. Tokens and heads may lie apart, as those of `value` may.
+        query, key: [T, Hk, dk], of the dtype of `value`. Tokens and heads may lie apart, of `value` too.
         value: [T, Hv, dv], floating; Hv is a multiple of Hk. Head h has the key head `h // (Hv // Hk)`.
         decay: [T, Hv] float32, or [T, Hv, dk] with a factor for each channel of keys.
         beta: [T, Hv] float32; None is 1.
@@ -751,7 +751,7 @@ def selective_scan(
     The state is `StateShape.of_scan(D, N)`.
 
     Args:
-        x: [T, D], floating. Lines may lie apart, as those of dt, b and c may.
+        x: [T, D], floating. Lines may lie apart, of dt, b and c too.
         dt: [T, D] float32, after softplus.
         a: [D, N] float32, negative.
         b, c: [T, N], of the dtype of x.

@@ -27,15 +27,14 @@ class StatePages:
     Attributes:
         pages: [num_blocks, block_bytes] uint8; blocks may lie apart.
         tables: [R, S] int32, the blocks of the running state of each row.
-        query_start_loc: [R + 1] int32, from 0 to T, rising: the new tokens of row r are those from
-            `query_start_loc[r]` to `query_start_loc[r + 1]`.
+        query_start_loc: [R + 1] int32, from 0 to T, rising: the first new token of each row, and T.
         seq_lens: [R] int32, the tokens of each row: computed ones plus new ones.
         checkpoints: [T] int32: -1, or the line of `checkpoint_tables` to which the state after this token is written
             too.
         checkpoint_tables: [C, S] int32; C may be 0.
-        num_kept: [R] int32, 0 or more: only the first so many new tokens of each row change the pages, checkpoints
-            too; outputs are computed as if all did. Of a sequence in several parts, those after the first that is not
-            kept whole change nothing. None keeps all tokens.
+        num_kept: [R] int32, at least 0: the number of new tokens of each row, its first ones, that change the pages,
+            checkpoints too. Outputs are computed as if all tokens did. If a part of a sequence is not kept whole, the
+            parts behind it change nothing. None keeps all tokens.
     """
 
     pages: torch.Tensor

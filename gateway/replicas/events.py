@@ -194,6 +194,7 @@ class Welcome:
     full_groups: int = 0
     windowed_groups: int = 0
     window: int = 0
+    state_blocks: int = 0
 
 
 @dataclass(slots=True)

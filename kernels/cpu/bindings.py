@@ -48,7 +48,6 @@ from kernels.cpu.packing import (
     dense,
     empty,
     grouping_args,
-    quantize,
     stored_as,
 )
 from kernels.cpu.states import StateKernels
@@ -372,7 +371,7 @@ class CpuKernels(StateKernels):
         output_dtype: torch.dtype,
         addends: TokenAddends | None = None,
     ) -> torch.Tensor:
-        tokens, x_scales = self._tokens_for(weight, x)
+        tokens, x_scales = self._packer.tokens_for(weight, x)
         shrunk = None if addends is None else self._shrink(x, addends)
         output = self._empty((*x.shape[:-1], weight.width), output_dtype)
         lines = output.view(-1, weight.width)
@@ -387,7 +386,7 @@ class CpuKernels(StateKernels):
         output_dtype: torch.dtype,
         addends: TokenAddends | None = None,
     ) -> torch.Tensor:
-        tokens, x_scales = self._tokens_for(weights[0], x)
+        tokens, x_scales = self._packer.tokens_for(weights[0], x)
         shrunk = None if addends is None else self._shrink(x, addends)
         width = sum(weight.width for weight in weights)
         output = self._empty((*x.shape[:-1], width), output_dtype)
@@ -402,17 +401,8 @@ class CpuKernels(StateKernels):
     def head_products_into(self, x: torch.Tensor, weights: Sequence[PackedWeight], out: torch.Tensor) -> None:
         """The products of each head of x [T, H, in] with its weight, to `out` [T, H, out]. Heads may lie apart."""
         for head, weight in enumerate(weights):
-            tokens, x_scales = self._tokens_for(weight, x[:, head])
+            tokens, x_scales = self._packer.tokens_for(weight, x[:, head])
             self._multiply(tokens, x_scales, weight, None, "identity", out[:, head], None)
-
-    def _tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x as lines of padded_in, and their scales if they are int8."""
-        tokens = as_lines(x)
-        if weight.quantization is Quantization.INT8_DYNAMIC:
-            return quantize(self._library, tokens, weight.padded_in, self._empty)
-        if weight.padded_in != weight.in_features:
-            tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
-        return tokens, None
 
     def _shrink(self, x: torch.Tensor, addends: TokenAddends) -> _Shrunk:
         """The products of tokens x [..., in] with A."""
@@ -494,15 +484,7 @@ class CpuKernels(StateKernels):
         return weights, chosen
 
     def pack_experts(self, inner: Sequence[Factor], down: Sequence[Factor]) -> PackedExperts:
-        return PackedExperts(self._table(inner), self._table(down), inner[0].weight, down[0].weight)
-
-    def _table(self, factors: Sequence[Factor]) -> HeldTable:
-        held = tuple((each.weight, contiguous(each.bias)) for each in factors)
-        arguments = (
-            _product_args(weight, bias, factor.activation, weight.dtype)
-            for factor, (weight, bias) in zip(factors, held, strict=True)
-        )
-        return HeldTable((ProductArgs * len(held))(*arguments), held)
+        return PackedExperts(_table_of(inner), _table_of(down), inner[0].weight, down[0].weight)
 
     def experts(
         self,
@@ -513,7 +495,7 @@ class CpuKernels(StateKernels):
         shared: torch.Tensor | None,
         shared_gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        tokens, x_scales = self._tokens_for(experts.inner_weight, x)
+        tokens, x_scales = self._packer.tokens_for(experts.inner_weight, x)
         weights, chosen = weights.contiguous(), chosen.contiguous()
         shared, shared_gate = contiguous(shared), contiguous(shared_gate)
         output = self._empty((x.shape[0], experts.down_weight.out_features), x.dtype)
@@ -584,6 +566,15 @@ class CpuKernels(StateKernels):
         )
         self._library.call(Operation.ALL_GATHER, arguments)
         return output
+
+
+def _table_of(factors: Sequence[Factor]) -> HeldTable:
+    held = tuple((each.weight, contiguous(each.bias)) for each in factors)
+    arguments = (
+        _product_args(weight, bias, factor.activation, weight.dtype)
+        for factor, (weight, bias) in zip(factors, held, strict=True)
+    )
+    return HeldTable((ProductArgs * len(held))(*arguments), held)
 
 
 def _product_args(

@@ -59,6 +59,15 @@ class WeightPacker:
         self._empty = make_empty
         self._pages = SharedPages()
 
+    def tokens_for(self, weight: PackedWeight, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x as lines of padded_in, and their scales if they are int8."""
+        tokens = as_lines(x)
+        if weight.quantization is Quantization.INT8_DYNAMIC:
+            return quantize(self._library, tokens, weight.padded_in, self._empty)
+        if weight.padded_in != weight.in_features:
+            tokens = torch.nn.functional.pad(tokens, (0, weight.padded_in - weight.in_features))
+        return tokens, None
+
     def pack(self, weight: torch.Tensor, gated: bool, quantization: Quantization) -> PackedWeight:
         dtype, numbers, scales = weight.dtype, dense(weight), None
         if quantization is not Quantization.NONE:

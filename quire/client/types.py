@@ -402,6 +402,8 @@ class Replica:
     windowed_groups: int = 0
     """Groups of layers that read the last `window` tokens only."""
     window: int = 0
+    state_blocks: int = 0
+    """Blocks that hold the state of a sequence, of all layers that keep a state of fixed size."""
 
 
 @dataclass(frozen=True, slots=True)

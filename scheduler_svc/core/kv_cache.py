@@ -112,22 +112,19 @@ class BlockManager(BlockTables[Sequence]):
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
         if self.states.size:
-            return self._allocate_each(sequences)
+            # Each sequence continues from a checkpoint of its own, which no other one may evict before.
+            kept = [self.cached_start(each).all_blocks for each in sequences]
+            for table in kept:
+                self.pool.touch(table)
+            starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+            self.pool.free(*kept)
+            return starts
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         starts: list[tuple[int, int]] = []
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
             starts.append(self._allocate_one(sequence, shared))
             _note_full(sequence, sequence.block_table, self.num_groups, before)
-        return starts
-
-    def _allocate_each(self, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
-        """`allocate_slots` if layers keep states: each sequence continues from a checkpoint of its own."""
-        kept = [self.cached_start(each).all_blocks for each in sequences]
-        for table in kept:
-            self.pool.touch(table)
-        starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
-        self.pool.free(*kept)
         return starts
 
     def free(self, *sequences: Sequence) -> None:
@@ -261,12 +258,6 @@ class BlockManager(BlockTables[Sequence]):
         tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
         return sealed
 
-    def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
-        """`States.seal`, which is logged."""
-        sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
-        tell(self.pool.log, self.names.of_state, checkpoint.sequence, end - 1, end, sealed)
-        return sealed
-
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
     ) -> tuple[list[BlockId], list[BlockHash]]:
@@ -284,22 +275,14 @@ class BlockManager(BlockTables[Sequence]):
             hashes = _find(self, sequence, num_cached, is_somewhere)
             # The newest block of a request that moves may not come.
             names = self.names.needed(hashes[num_cached:], num_cached, num_spare=tier is None)
-            for name in filter(None, itertools.chain(names, self._state_names(sequence, hashes, tier is None))):
+            for name in filter(
+                None, itertools.chain(names, self.states.to_fetch(sequence, hashes, is_moved=tier is None))
+            ):
                 if hits := self.pool.hits([name]):
                     cached.update(dict.fromkeys(hits))
                 elif name not in self.host:
                     missing[name] = None
         return [block for block in cached if block not in self.blank], list(missing)
-
-    def _state_names(self, sequence: Sequence, hashes: SequenceOf[BlockHash], is_moved: bool) -> Iterator[BlockHash]:
-        """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
-        moves, has one of the last two that it was to make."""
-        if self.states.size and hashes:
-            ends = [len(hashes)]
-            if is_moved:
-                ends = self.states.last_places(sequence, len(hashes))
-            for end in ends:
-                yield from self.names.state(hashes[end - 1])
 
     def retire(self, sequences: Iterable[Sequence]) -> None:
         """`free` for finished sequences. Many may come at once: frees some now, and the others in `reclaim`."""
@@ -330,19 +313,12 @@ class BlockManager(BlockTables[Sequence]):
         if start is None or not self.pool.is_current(start):
             self._num_versions += 1
             start = sequence.cached_start = CachedStart(self.pool, self._num_versions, self.pool.num_changes)
-        max_blocks = min(max_blocks, self.num_shareable(sequence))
+        max_blocks = min(max_blocks, self.states.num_shareable(sequence))
         if self.blank or self.states.size:
             self._find_all_groups(sequence, start, self._find_start(sequence, start, start.full, max_blocks))
         else:
             self._find_start(sequence, start, start.blocks, max_blocks)
         return start
-
-    def num_shareable(self, sequence: Sequence) -> int:
-        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
-        computed as the only one of a step: its keys would be rounded otherwise."""
-        if self.states.size:
-            return max(sequence.max_cached_tokens - 1, 0) // self.block_size
-        return sequence.num_shareable
 
     def _find_start(self, sequence: Sequence, start: CachedStart, blocks: list[BlockId], max_blocks: int) -> int:
         """Extends the cached `blocks` of the full groups, up to `max_blocks` of each. Returns the number of each."""
@@ -382,7 +358,9 @@ class BlockManager(BlockTables[Sequence]):
         checkpoint: list[BlockId] = []
         if self.states.size:
             end, checkpoint = self.states.find(
-                hashes, end, lambda count: self.layout.hit_length(count, has_windowed) == count
+                hashes,
+                end,
+                lambda count: _may_continue(sequence, count) and self.layout.hit_length(count, has_windowed) == count,
             )
             if end < num_found:
                 sequence.partings.add(num_found * self.block_size)
@@ -409,8 +387,14 @@ class BlockManager(BlockTables[Sequence]):
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
         start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, self.num_shareable(sequence))
+        end = min(start + count, self.states.num_shareable(sequence))
         return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+
+
+def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
+    """Whether a sequence may continue from a checkpoint after this number of token blocks. One that has output may not
+    begin with the last token of its prompt, which would be the only prompt token of its step."""
+    return num_blocks * sequence.prefix_hashes.block_size != sequence.num_prompt_tokens - 1
 
 
 def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
@@ -423,7 +407,7 @@ def _find(
     """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
     groups before the logical index `first` are known to be."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-    for index in range(first, blocks.num_shareable(sequence)):
+    for index in range(first, blocks.states.num_shareable(sequence)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
         if not all(map(is_found, blocks.names.full(content))):
             break
@@ -434,7 +418,12 @@ def _find(
         return blocks.layout.hit_length(num_blocks, lambda index: all(map(is_found, windowed(hashes[index]))))
 
     end = hit_length(len(hashes))
-    while blocks.states.size and end and not all(map(is_found, blocks.names.state(hashes[end - 1]))):
+
+    def has_checkpoint(num_blocks: int) -> bool:
+        names = blocks.names.state(hashes[num_blocks - 1])
+        return _may_continue(sequence, num_blocks) and all(map(is_found, names))
+
+    while blocks.states.size and end and not has_checkpoint(end):
         end = hit_length(end - 1)
     return hashes[:end]
 
@@ -466,6 +455,13 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
         hashes = sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
         end, found = blocks.states.find(hashes, num_blocks, lambda _: True)
         yield from zip(found, blocks.names.state(hashes[end - 1]), strict=True) if end else ()
+
+
+def seal_checkpoint(blocks: BlockManager, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+    """`States.seal`, which is logged."""
+    sealed, end = blocks.states.seal(checkpoint), checkpoint.num_tokens // blocks.block_size
+    tell(blocks.pool.log, blocks.names.of_state, checkpoint.sequence, end - 1, end, sealed)
+    return sealed
 
 
 def tell(

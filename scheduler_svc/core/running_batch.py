@@ -17,7 +17,7 @@ import numpy as np
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway, seal_checkpoint
 from scheduler_svc.core.paging import batch
 from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -317,17 +317,20 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         for sequence in self.rows.sequences:
             if sequence is not None:
                 table = sequence.block_table
-                held[sequence.request.tenant] += len(table) - sum(map(table.count, self.blocks.blank))
+                num_held = len(table) - sum(map(table.count, self.blocks.blank)) + len(sequence.state_blocks)
+                held[sequence.request.tenant] += num_held
         return held
 
-    def blocks_by_kind(self) -> tuple[int, int]:
-        """How many blocks of full and of windowed groups the sequences hold, as if none were shared."""
-        layout, full, held = self.blocks.layout, 0, 0
+    def blocks_by_kind(self) -> tuple[int, int, int]:
+        """How many blocks of full and of windowed groups and of states the sequences hold, as if none were shared."""
+        layout, full, held, states = self.blocks.layout, 0, 0, 0
         for sequence in self.rows.sequences:
-            table = [] if sequence is None else sequence.block_table
-            full += len(table) // layout.num_groups * layout.num_full
-            held += len(table) - sum(map(table.count, self.blocks.blank))
-        return full, held - full
+            if sequence is not None:
+                table = sequence.block_table
+                full += len(table) // layout.num_groups * layout.num_full
+                held += len(table) - sum(map(table.count, self.blocks.blank))
+                states += len(sequence.state_blocks)
+        return full, held - full, states
 
     def num_new_tokens(self, group: SequenceGroup) -> int:
         """Tokens that each sequence of a running group got since the group entered, including steps in flight."""
@@ -445,7 +448,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             is_current = self.rows.incarnation[each.row] == each.incarnation
             is_made = each.is_certain or num_known <= each.num_tokens < each.sequence.num_tokens
             if is_current and is_made and each.row not in failed:
-                self.draft.sealed += self.blocks.seal_checkpoint(each)
+                self.draft.sealed += seal_checkpoint(self.blocks, each)
             self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:
@@ -468,7 +471,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     def num_in_common(self, row: int, sequence: Sequence, num_known: int) -> int:
         """Blocks at the start of a waiting sequence that it may take from the row once the row sealed them. The first
         `num_known` are known to match. Compares tokens, which takes a quarter of the time of hashing them."""
-        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.num_shareable(sequence))
+        size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.states.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
     def will_have_state(self, row: int, num_blocks: int) -> bool:

@@ -132,6 +132,20 @@ class States:
         places.update(number * self._interval for number in of_output if number * self._interval > num_prompt)
         return (place for place in sorted(places) if start < place <= end)
 
+    def num_shareable(self, sequence: Sequence) -> int:
+        """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
+        computed as the only one of a step: its keys would be rounded otherwise."""
+        if self.size:
+            return max(sequence.max_cached_tokens - 1, 0) // self._block_size
+        return sequence.num_shareable
+
+    def to_fetch(self, sequence: Sequence, hashes: SequenceOf[BlockHash], *, is_moved: bool) -> Iterator[BlockHash]:
+        """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
+        moves, has one of the last two that it was to make."""
+        if self.size and hashes:
+            for end in self.last_places(sequence, len(hashes)) if is_moved else [len(hashes)]:
+                yield from self._names.state(hashes[end - 1])
+
     def last_places(self, sequence: Sequence, num_blocks: int) -> list[int]:
         """The last two of the places, up to `num_blocks` blocks, at which a sequence that ran elsewhere had
         checkpoints, in blocks."""

@@ -56,6 +56,7 @@ class Changes:
     lengths   number, length of the block table, if that changed, flat
     tables    number, index into the table, block id, for each entry that changed, flat; host blocks of swapped
               sequences
+    states    number, index, block id, for each block of the state of a sequence that changed, flat
     names     blocks with another name now, and that name
     pins      block, number of pins that hold it now, flat
     """
@@ -66,23 +67,32 @@ class Changes:
     progress: list[int] = field(default_factory=list[int])
     lengths: list[int] = field(default_factory=list[int])
     tables: list[int] = field(default_factory=list[int])
+    states: list[int] = field(default_factory=list[int])
     names: list[tuple[BlockId, BlockHash | None]] = field(default_factory=list[tuple[BlockId, BlockHash | None]])
     pins: list[int] = field(default_factory=list[int])
 
     @property
     def is_empty(self) -> bool:
-        lists = (self.new, self.gone, self.progress, self.lengths, self.tables, self.names, self.pins)
+        lists = (self.new, self.gone, self.progress, self.lengths, self.tables, self.states, self.names, self.pins)
         return not (self.is_whole or any(lists))
 
     @property
     def is_full(self) -> bool:
-        """Whether it has the maximum number of entries of tables, names and pins."""
-        return len(self.tables) // 3 + len(self.names) + len(self.pins) // 2 >= _MAX_ENTRIES
+        """Whether it has the maximum number of entries of tables, states, names and pins."""
+        num_placed = (len(self.tables) + len(self.states)) // 3
+        return num_placed + len(self.names) + len(self.pins) // 2 >= _MAX_ENTRIES
 
     def extend_table(self, number: int, first: int, blocks: SequenceOf[BlockId]) -> None:
         """Adds the entries of a table from the index `first` on."""
-        rows = zip(itertools.repeat(number), itertools.count(first), blocks, strict=False)
-        self.tables += itertools.chain.from_iterable(rows)
+        self.tables += _entries(number, first, blocks)
+
+    def add_state(self, number: int, first: int, blocks: SequenceOf[BlockId]) -> None:
+        """Adds the blocks of a sequence's state from the index `first` on."""
+        self.states += _entries(number, first, blocks)
+
+
+def _entries(number: int, first: int, blocks: SequenceOf[BlockId]) -> Iterator[int]:
+    return itertools.chain.from_iterable(zip(itertools.repeat(number), itertools.count(first), blocks, strict=False))
 
 
 class Look(NamedTuple):
@@ -98,13 +108,14 @@ class Look(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A sequence as it was at the last look. The table is a copy."""
+    """A sequence as it was at the last look. The table and the blocks of the state are copies."""
 
     number: int
     status: SequenceStatus
     num_tokens: int
     num_computed: int
     table: list[BlockId]
+    state: list[BlockId]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +136,11 @@ class Picture:
                 blocks = seen.table[start : start + _NAMES_AT_ONCE]
                 part.extend_table(seen.number, start, blocks)
                 part.lengths += (seen.number, start + len(blocks))
+                if part.is_full:
+                    yield part
+                    part = Changes()
+            for start in range(0, len(seen.state), _NAMES_AT_ONCE):
+                part.add_state(seen.number, start, seen.state[start : start + _NAMES_AT_ONCE])
                 if part.is_full:
                     yield part
                     part = Changes()
@@ -189,7 +205,7 @@ class View:
             status, num_tokens = sequence.status, len(sequence.token_ids)
             if seen is None:
                 self._num_numbered += 1
-                seen = _Seen(self._num_numbered, SequenceStatus.WAITING, 0, 0, [])
+                seen = _Seen(self._num_numbered, SequenceStatus.WAITING, 0, 0, [], [])
                 if changes is not None:
                     changes.new.append(SequenceNumber(seen.number, sequence))
             elif status is SequenceStatus.SWAPPED is not seen.status:
@@ -199,7 +215,8 @@ class View:
             else:
                 num_computed = seen.num_computed if sequence.row is None else computed[sequence.row]
             table = seen.table if sequence.block_table == seen.table else sequence.block_table.copy()
-            now = _Seen(seen.number, status, num_tokens, num_computed, table)
+            state = seen.state if sequence.state_blocks == seen.state else sequence.state_blocks.copy()
+            now = _Seen(seen.number, status, num_tokens, num_computed, table, state)
             self._seen[sequence] = now
             if changes is not None:
                 _compare(seen, now, changes)
@@ -253,6 +270,8 @@ def _compare(before: _Seen, now: _Seen, changes: Changes) -> None:
     """Adds the differences of one sequence to the changes."""
     if (now.num_computed, now.num_tokens, now.status) != (before.num_computed, before.num_tokens, before.status):
         changes.progress += (now.number, now.status.value, now.num_tokens, now.num_computed)
+    if now.state is not before.state:
+        changes.add_state(now.number, 0, now.state)
     table, known = now.table, before.table
     if table is known:
         return
@@ -316,7 +335,7 @@ def _why_held(scheduler: Scheduler, group: SequenceGroup) -> Obstacle:
 @dataclass(frozen=True, slots=True)
 class Owner:
     """A sequence that holds a block, the block's logical index, the tokens of its computed slots, and its group of
-    layers."""
+    layers. The blocks of a state are further groups, as in `BlockNames`; they have no tokens."""
 
     sequence: Sequence
     logical_index: int
@@ -327,6 +346,7 @@ class Owner:
 def owners(scheduler: Scheduler, block: BlockId, *, is_host: bool) -> list[Owner]:
     """The live sequences that hold a block of the GPU pool, or of the host pool."""
     size, num_groups = scheduler.config.block_size, scheduler.config.layout.num_groups
+    of_state = scheduler.batch.blocks.names.of_state
     found: list[Owner] = []
     blocks = scheduler.batch.blocks
     if block in (blocks.blank_on_host if is_host else blocks.blank):
@@ -337,4 +357,6 @@ def owners(scheduler: Scheduler, block: BlockId, *, is_host: bool) -> list[Owner
                 index, group = divmod(sequence.block_table.index(block), num_groups)
                 end = min((index + 1) * size, scheduler.num_computed_tokens(sequence))
                 found.append(Owner(sequence, index, sequence.token_ids[index * size : end], group))
+            elif block in sequence.state_blocks:
+                found.append(Owner(sequence, 0, [], of_state[sequence.state_blocks.index(block)]))
     return found

@@ -199,6 +199,7 @@ def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.C
             full_groups=config.full_groups,
             windowed_groups=config.windowed_groups,
             window=config.window,
+            state_blocks=config.state_blocks,
         )
     )
 
@@ -414,13 +415,15 @@ def _worker_messages(replica: Replica, loading: LoadProgress | None) -> list[sch
 
 
 class _Snapshot(NamedTuple):
-    """A sequence, and the place in its table, reference count and hash of each of its blocks."""
+    """A sequence, the place in its table, reference count and hash of each of its blocks, and the blocks of its state
+    with their reference counts."""
 
     state: scheduler_pb2.SequenceState
     places: SequenceOf[int]
     blocks: tuple[BlockId, ...]
     ref_counts: list[int]
     hashes: list[BlockHash | None]
+    of_state: list[tuple[BlockId, int]]
 
 
 def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
@@ -438,7 +441,8 @@ def _snapshot_of(scheduler: Scheduler, sequence: Sequence) -> _Snapshot:
     if blanks:
         places = [place for place in places if table[place] not in blanks]
         table = tuple(table[place] for place in places)
-    return _Snapshot(state, places, table, pool.ref_counts_of(table), pool.hashes_of(table))
+    of_state = list(zip(sequence.state_blocks, blocks.pool.ref_counts_of(sequence.state_blocks), strict=True))
+    return _Snapshot(state, places, table, pool.ref_counts_of(table), pool.hashes_of(table), of_state)
 
 
 async def _add_sequences(
@@ -447,9 +451,13 @@ async def _add_sequences(
     layout: BlockTableLayout,
 ) -> None:
     block_size, num_groups, num_blocks = layout.block_size, layout.num_groups, 0
-    for state, *blocks in snapshots:
+    for state, *blocks, of_state in snapshots:
         sequence = message.sequences.add()
         sequence.CopyFrom(state)
+        sequence.state.extend(
+            scheduler_pb2.BlockState(block_id=block, ref_count=ref_count) for block, ref_count in of_state
+        )
+        num_blocks += len(of_state)
         for place, block, ref_count, content in zip(*blocks, strict=True):
             index, group = divmod(place, num_groups)
             filled = min(max(state.num_computed_tokens - index * block_size, 0), block_size)

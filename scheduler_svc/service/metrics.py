@@ -187,9 +187,9 @@ class _State(Collector):
         yield _gauges("gpu_blocks", "Blocks of the GPU pool.", "state", blocks)
         sizes = {state: number * block_bytes for state, number in blocks.items()}
         yield _gauges("gpu_bytes", "Bytes of these blocks, in all ranks together.", "state", sizes)
-        help_text = "Bytes of blocks in the tables of running sequences, by kind of layers; shared ones count for each."
-        full, windowed = scheduler.batch.blocks_by_kind()
-        by_kind = {"full": full * block_bytes, "windowed": windowed * block_bytes}
+        help_text = "Bytes of blocks of running sequences, by kind of layers; shared ones count for each."
+        kinds = zip(("full", "windowed", "states"), scheduler.batch.blocks_by_kind(), strict=True)
+        by_kind = {kind: number * block_bytes for kind, number in kinds}
         yield _gauges("running_bytes", help_text, "layers", by_kind)
         yield _gauge(
             "kv_cache_usage", "Share of the GPU pool that is in use, 1 is all.", pool.num_used / pool.num_blocks
@@ -267,7 +267,7 @@ class _TenantMetrics(Collector):
         live = GaugeMetricFamily(f"{_PREFIX}tenant_live_requests", "Live requests.", labels=["tenant", "queue"])
         blocks = GaugeMetricFamily(
             f"{_PREFIX}tenant_blocks",
-            "Blocks in the tables of a tenant's running sequences; a shared block counts for each.",
+            "Blocks of a tenant's running sequences, in their tables and of their states; shared ones count for each.",
             labels=["tenant"],
         )
         scheduler = self._scheduler_of()

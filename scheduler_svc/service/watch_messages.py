@@ -149,6 +149,7 @@ def numbers(replica: ReplicaNow, counts: ReplicaNumbers, num_watchers: int) -> R
         config.windowed_groups,
         config.window,
     )
+    message.state_blocks = config.state_blocks
     blocks = scheduler.batch.blocks
     for blank in blocks.blank:
         message.blank_block = blank
@@ -240,6 +241,7 @@ def with_memory(frame: Frame, changes: Changes, events: MemoryChanges) -> Frame:
         progress=encode_int32(changes.progress),
         lengths=encode_int32(changes.lengths),
         tables=encode_int32(changes.tables),
+        states=encode_int32(changes.states),
         named=encode_int32([block for block, _ in changes.names]),
         names=b"".join(_NO_NAME if name is None else name[:_NAME_BYTES] for _, name in changes.names),
         pins=encode_int32(changes.pins),

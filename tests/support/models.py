@@ -549,7 +549,9 @@ STATES: dict[str, Family] = {
         },
     ),
     "lfm2": Family(
-        "Lfm2", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}, num_calls=1
+        "Lfm2",
+        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
+        num_calls=1,
     ),
     "lfm2-moe": Family(
         "Lfm2Moe",

@@ -20,7 +20,7 @@ class Case:
     Attributes:
         call: the operation, of tensors with a line for each token, and constants.
         exact: one sequence by the formula: outputs, and the state after each token, in float64.
-        make: the tensors of so many tokens.
+        make: random tensors, by the number of tokens.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Case:
 
 
 def conv_case(channels: int, taps: int, dtype: torch.dtype, *, gated: bool, weight_dtype: torch.dtype) -> Case:
-    """Of LFM2 if gated, else of the others."""
+    """The convolution of LFM2 if gated, else that of the other families."""
     weight = (torch.randn(channels, taps) / taps).to(weight_dtype)
     bias = None if gated else torch.randn(channels).to(weight_dtype)
     names = ("before", "after") if gated else ()
@@ -81,7 +81,11 @@ def recurrence_case(
 
     def call(tokens: Tensors, pages: StatePages, units: StateUnits) -> torch.Tensor:
         return ops.linear_recurrence(
-            *(tokens[name] for name in ("query", "key", "value", "decay", "beta")),
+            tokens["query"],
+            tokens["key"],
+            tokens["value"],
+            tokens["decay"],
+            tokens["beta"],
             pages,
             units,
             delta=is_delta,

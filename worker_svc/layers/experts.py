@@ -58,7 +58,7 @@ class Mlp(nn.Module):
             apart = ((0, f"{name}.{GATE_UP_DOWN[0]}"), (inner, f"{name}.{GATE_UP_DOWN[1]}"))
             parts = [LinearPart(inputs[0], inner, first=first, of=2 * inner, apart=other) for first, other in apart]
         if is_gated:
-            parts[0] = replace(parts[0], scale=(scales[0],) * 2)
+            parts[0] = replace(parts[0], scale=scales[0])
         kind = ActivationKind(activation, gated=is_gated)
         self.up = Linear(
             parts,
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
         # Gates above it in multiples of their standard deviation are the largest `1 - sparsity`.
         self._cutoff = NormalDist().inv_cdf(sparsity) if sparsity else None
         self._function, self._inner, self._ranks = kind.function, inner, placement.ranks
-        output = LinearPart(down, hidden, scale=(scales[1],) * 2)
+        output = LinearPart(down, hidden, scale=scales[1])
         self.down = Linear([output], inner, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

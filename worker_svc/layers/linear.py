@@ -111,7 +111,8 @@ class LinearPart:
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
         order: of the outputs of heads, if it is not the same as in `ops.rotary`.
         spread: of the outputs from `first` on; None if they are neighbours.
-        scale: factors on the weights and on the biases of the checkpoint.
+        scale: factor on the outputs.
+        input_scale: factor on the input.
     """
 
     name: str
@@ -123,7 +124,13 @@ class LinearPart:
     order: HeadOrder | None = None
     apart: str | None = None
     spread: Spread | None = None
-    scale: tuple[float, float] = (1.0, 1.0)
+    scale: float = 1.0
+    input_scale: float = 1.0
+
+    @property
+    def weight_scale(self) -> float:
+        """Factor on the weights of the checkpoint; that on the biases is `scale`."""
+        return self.scale * self.input_scale
 
 
 class Linear(Loadable):
@@ -190,11 +197,11 @@ class Linear(Loadable):
             stored = stored.t() if stored is not None and self._input_major else stored
             stored_bias = tensors.read(self._bias_spec(part)) if self._has_bias else None
             for part, shard in group:
-                end, (of_weight, of_bias) = start + shard.size, part.scale
+                end = start + shard.size
                 if weight is not None and stored is not None:
-                    weight[start:end] = _scaled(stored[shard.slice, inputs.slice], of_weight)
+                    weight[start:end] = _scaled(stored[shard.slice, inputs.slice], part.weight_scale)
                 if bias is not None and stored_bias is not None:
-                    bias[start:end] = _scaled(stored_bias[shard.slice], of_bias)
+                    bias[start:end] = _scaled(stored_bias[shard.slice], part.scale)
                 start = end
         if coded is not None:
             self._product = make_coded_product(coded, bias, self._activation, self._placement)
@@ -209,7 +216,7 @@ class Linear(Loadable):
         """The weights as the file has them, joined where neighbours are of one kind; None if they cannot be multiplied
         so, and are to be dequantized."""
         placement = self._placement
-        if not inputs.size or self._input_major or any(part.scale[0] != 1 for part in self._parts):
+        if not inputs.size or self._input_major or any(part.weight_scale != 1 for part in self._parts):
             return None
         if not ops.has_coded_products(placement.device, placement.dtype, placement.quantization):
             return None
@@ -289,7 +296,7 @@ class Linear(Loadable):
                 found.append(None)
                 continue
             b = torch.cat([each.b[shard.slice] for shard in self._outputs_of_rank(part)])
-            found.append(LowRank(each.a[:, inputs.slice], b, each.scale))
+            found.append(LowRank(each.a[:, inputs.slice], b, each.scale * part.weight_scale))
         return found
 
     def _inputs_of_rank(self) -> Shard:

@@ -110,7 +110,7 @@ class Mamba2(StateLayer):
                 norm_first=config.norm_first,
             )
         bias = config.bias if config.output_bias is None else config.output_bias
-        part = LinearPart(f"{name}.out_proj", hidden, scale=(config.output_scale,) * 2)
+        part = LinearPart(f"{name}.out_proj", hidden, scale=config.output_scale)
         self.output = Linear([part], inner, bias=bias, placement=placement)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
@@ -154,6 +154,6 @@ def _input_parts(name: str, config: Mamba2Config) -> list[LinearPart]:
     if {config.input_scale, *config.scales} == {1.0}:
         return [LinearPart(name, sum(sizes))]
     return [
-        LinearPart(name, size, first=sum(sizes[:index]), of=sum(sizes), scale=(config.input_scale * scale, scale))
+        LinearPart(name, size, first=sum(sizes[:index]), of=sum(sizes), scale=scale, input_scale=config.input_scale)
         for index, (size, scale) in enumerate(zip(sizes, config.scales, strict=True))
     ]

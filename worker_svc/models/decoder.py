@@ -345,11 +345,19 @@ class DecoderLayer(nn.Module):
             values_are_keys=index in config.values_are_keys,
             sliding_window=config.sliding_windows[index],
             soft_cap=config.soft_cap,
-            sinks=Numbers(f"{name}.{config.attention_module}.sinks", config.num_heads, placement) if config.has_sinks else None,
+            sinks=Numbers(f"{name}.{config.attention_module}.sinks", config.num_heads, placement)
+            if config.has_sinks
+            else None,
         )
         self._num_gates = num_heads * head_dim if config.gates_attention else 0
         self.attention_output = Linear(
-            [LinearPart(f"{name}.{config.attention_module}.{config.output_module}", hidden, scale=(config.attention_output_scale,) * 2)],
+            [
+                LinearPart(
+                    f"{name}.{config.attention_module}.{config.output_module}",
+                    hidden,
+                    scale=config.attention_output_scale,
+                )
+            ],
             config.num_heads * head_dim,
             bias=config.attention_output_bias,
             placement=placement,
@@ -364,9 +372,9 @@ class DecoderLayer(nn.Module):
         kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
         of_input, of_key = config.qkv_scales
         parts = [
-            LinearPart(f"{name}.q_proj", query, order=order, scale=(of_input, 1.0)),
-            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=(of_input * of_key, of_key)),
-            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, scale=(of_input, 1.0)),
+            LinearPart(f"{name}.q_proj", query, order=order, input_scale=of_input),
+            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=of_key, input_scale=of_input),
+            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, input_scale=of_input),
         ]
         if index not in config.key_layers:
             return parts[:1]

@@ -146,7 +146,10 @@ def _lfm_inner_size(fields: ConfigFields, config: DecoderConfig) -> int:
     given = 2 * given // 3
     if fields.values.get("block_ffn_dim_multiplier", 1.0) is None:
         return given
-    given, multiple = int(fields.number("block_ffn_dim_multiplier", 1.0) * given), fields.integer("block_multiple_of", 256)
+    given, multiple = (
+        int(fields.number("block_ffn_dim_multiplier", 1.0) * given),
+        fields.integer("block_multiple_of", 256),
+    )
     return -(-given // multiple) * multiple
 
 
@@ -242,9 +245,9 @@ def step_limits(fields: ConfigFields, name: str) -> Values:
         return {}
     is_pair = isinstance(limits, list | tuple) and len(limits) == 2
     try:
-        plain = [each.get("__float__") if isinstance(each, dict) else each for each in (limits if is_pair else ())]
-        least, greatest = (float(each) for each in plain)
-    except (TypeError, ValueError):
+        plain: list[Any] = [each["__float__"] if isinstance(each, dict) else each for each in limits if is_pair]
+        least, greatest = map(float, plain)
+    except (TypeError, ValueError, KeyError):
         raise fields.error(name, limits, "two numbers") from None
     return {"least_step": least, "greatest_step": greatest}
 
@@ -288,9 +291,7 @@ WITH_STATES.add(
     fixed=NO_MLP_BIAS,
     mlp_module="shared_mlp",
     mlp_names=("input_linear", "input_linear", "output_linear"),
-    intermediate_sizes=lambda fields, config: (
-        fields.integer("shared_intermediate_size"),
-    ) * config.num_layers,
+    intermediate_sizes=lambda fields, config: (fields.integer("shared_intermediate_size"),) * config.num_layers,
     unrotated_layers=_granite_unrotated,
     experts=_granite_experts,
     state=mamba2(),
@@ -340,7 +341,7 @@ _BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp
 
 def _nemotron_types(fields: ConfigFields) -> list[str]:
     """The types of the layers, by the names of transformers 5, as a list or by a letter each."""
-    given = fields.values.get("layers_block_type") or fields.values.get("layer_types")
+    given: Any = fields.values.get("layers_block_type") or fields.values.get("layer_types")
     if given is None:
         pattern = fields.text("hybrid_override_pattern", "ME*-")
         given = [_BLOCKS.get(letter, letter) for letter in pattern]
@@ -355,9 +356,7 @@ def _nemotron_types(fields: ConfigFields) -> list[str]:
 
 def _of_type(*types: str) -> Any:
     """A reader of the layers of these types."""
-    return lambda fields, _: frozenset(
-        index for index, each in enumerate(_nemotron_types(fields)) if each in types
-    )
+    return lambda fields, _: frozenset(index for index, each in enumerate(_nemotron_types(fields)) if each in types)
 
 
 def _nemotron_mamba(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:

@@ -11,12 +11,12 @@ from quire.scheduler.v1 import scheduler_pb2
 
 _NAME_BYTES = 8
 _MANY_BYTES = 8000
-_ARRAYS = ("gone", "progress", "lengths", "tables", "named", "pins", "events")
+_ARRAYS = ("gone", "progress", "lengths", "tables", "states", "named", "pins", "events")
 
 
 def is_long(frame: scheduler_pb2.WatchResponse) -> bool:
     """Whether the serialization of the frame takes milliseconds."""
-    return len(frame.memory.tables) + 4 * len(frame.memory.names) > _MANY_BYTES
+    return len(frame.memory.tables) + len(frame.memory.states) + 4 * len(frame.memory.names) > _MANY_BYTES
 
 
 def frame_object(address: str, frame: scheduler_pb2.WatchResponse) -> dict[str, Any]:

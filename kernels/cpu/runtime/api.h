@@ -23,7 +23,7 @@ enum Status : int32_t {
   kNoMemory = 5,
   kBadId = 6,  // an id is not the index of a row
   kBadSlotOfAdapter = 7,
-  kBadExpert = 8,  // a number is not an expert's
+  kBadExpert = 8,      // a number is not an expert's
   kBadCheckpoint = 9,  // a number is not that of a line of checkpoint_tables
 };
 

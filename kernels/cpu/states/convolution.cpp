@@ -40,7 +40,10 @@ class Group {
     for (int64_t begin = 0; begin < row.num_tokens; begin += kTokensAtOnce) {
       const int64_t end = begin + kTokensAtOnce < row.num_tokens ? begin + kTokensAtOnce : row.num_tokens;
       for_spans<1>(tiles_, row, group_, begin, end, scratch_.rest, [&](float* const* state, int64_t from, int64_t to) {
-        run_span(state[0], row.first_token + from, to - from);
+        if (to - from == 1)
+          run_token(state[0], row.first_token + from);
+        else
+          run_span(state[0], row.first_token + from, to - from);
       });
     }
   }
@@ -65,6 +68,22 @@ class Group {
     std::memcpy(state, scratch_.lines + count * kColumns, size * sizeof(float));
   }
 
+  // The same for one token.
+  void run_token(float* state, int64_t token) {
+    for_channels([&](int64_t at, auto... lanes) {
+      const Vec last = product(token, at, lanes...);
+      Vec sum = bias(at, lanes...);
+      for (int64_t tap = 0; tap + 1 < args_.taps; ++tap) {
+        const Vec column = load(state + tap * kColumns + at);
+        sum = fma(load(scratch_.weights + tap * kColumns + at), column, sum);
+        if (tap > 0) store(state + (tap - 1) * kColumns + at, column);
+      }
+      sum = fma(load(scratch_.weights + (args_.taps - 1) * kColumns + at), last, sum);
+      store(state + (args_.taps - 2) * kColumns + at, last);
+      finish(token, sum, at, lanes...);
+    });
+  }
+
   // x * before
   template <class... Lanes>
   Vec product(int64_t token, int64_t at, Lanes... lanes) const {
@@ -74,12 +93,20 @@ class Group {
   }
 
   template <class... Lanes>
+  Vec bias(int64_t at, Lanes... lanes) const {
+    return args_.bias == nullptr ? zero() : Numbers<T>(args_.bias, args_.weight_dtype).vec(channel_ + at, lanes...);
+  }
+
+  template <class... Lanes>
   void convolve(int64_t token, const float* line, int64_t at, Lanes... lanes) const {
-    Vec sum = args_.bias == nullptr
-                  ? zero()
-                  : Numbers<T>(args_.bias, args_.weight_dtype).vec(channel_ + at, lanes...);
+    Vec sum = bias(at, lanes...);
     for (int64_t tap = 0; tap < args_.taps; ++tap)
       sum = fma(load(scratch_.weights + tap * kColumns + at), load(line + tap * kColumns + at), sum);
+    finish(token, sum, at, lanes...);
+  }
+
+  template <class... Lanes>
+  void finish(int64_t token, Vec sum, int64_t at, Lanes... lanes) const {
     if (args_.is_silu) sum = silu(sum);
     if (args_.after != nullptr)
       sum = sum * load(static_cast<const T*>(args_.after) + token * args_.after_stride + channel_ + at, lanes...);

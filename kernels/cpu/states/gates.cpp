@@ -26,9 +26,8 @@ class Gates {
     };
     if (channels > 1) {
       for (int64_t head = 0; head < args_.num_heads; ++head)
-        for_vectors(channels, [&](int64_t i, auto... lanes) {
-          decays(head * channels + i, set1(args_.a_log[head]), lanes...);
-        });
+        for_vectors(channels,
+                    [&](int64_t i, auto... lanes) { decays(head * channels + i, set1(args_.a_log[head]), lanes...); });
     }
     for_vectors(args_.num_heads, [&](int64_t i, auto... lanes) {
       Vec of_beta = zero();
@@ -64,7 +63,8 @@ class GatedGroup {
 
   void run() const {
     if (args_.weight == nullptr) {
-      for_vectors(args_.group_size, [&](int64_t i, auto... lanes) { store(output_ + i, gated(i, lanes...), lanes...); });
+      for_vectors(args_.group_size,
+                  [&](int64_t i, auto... lanes) { store(output_ + i, gated(i, lanes...), lanes...); });
       return;
     }
     const bool is_norm_first = args_.is_norm_first;

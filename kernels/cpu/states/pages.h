@@ -42,7 +42,8 @@ class Tiles {
  private:
   float* find(const int32_t* table, int64_t tile) const {
     const int64_t unit = pages_.first_unit + tile / tiles_per_unit_;
-    std::byte* block = static_cast<std::byte*>(pages_.pages) + table[unit / pages_.units_per_block] * pages_.block_stride;
+    std::byte* block =
+        static_cast<std::byte*>(pages_.pages) + table[unit / pages_.units_per_block] * pages_.block_stride;
     return reinterpret_cast<float*>(block + unit % pages_.units_per_block * pages_.unit_bytes +
                                     tile % tiles_per_unit_ * tile_bytes_);
   }
@@ -51,9 +52,9 @@ class Tiles {
   const int64_t tile_bytes_, tiles_per_unit_;
 };
 
-// Calls steps(states, begin, end) for the tokens of a row from `begin` to `end` - 1, counted from its first one, in spans
-// whose states lie in one place: in the pages while tokens are kept, then in `rest`, which has room for kTiles tiles and
-// is kept from one call to the next. Writes checkpoints between. `states` are kTiles tiles from `tile` on.
+// Calls steps(states, begin, end) for the tokens of a row from `begin` to `end` - 1, counted from its first one, in
+// spans whose states lie in one place: in the pages while tokens are kept, then in `rest`, which has room for kTiles
+// tiles and is kept from one call to the next. Writes checkpoints between. `states` are kTiles tiles from `tile` on.
 template <int kTiles, class Steps>
 inline void for_spans(const Tiles& tiles, const StateRow& row, int64_t tile, int64_t begin, int64_t end, float* rest,
                       const Steps& steps) {

@@ -1,6 +1,6 @@
-// Linear recurrences token by token: the gated delta rule, also with a decay for each channel of keys, and Mamba 2. Lanes
-// are columns of the state, which are independent, so sums over the channels of keys go through the lines of a tile.
-// All sums have the same order whichever tokens are computed together: even and odd lines, then both.
+// Linear recurrences token by token: the gated delta rule, also with a decay for each channel of keys, and Mamba 2.
+// Lanes are columns of the state, which are independent, so sums over the channels of keys go through the lines of a
+// tile. All sums have the same order whichever tokens are computed together: even and odd lines, then both.
 #include "runtime/isa.h"
 #include "states/lines.h"
 #include "states/pages.h"
@@ -10,7 +10,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Groups of columns that share the loads of keys and queries: as many as there are registers for.
+// Groups of columns that share the loads of keys and queries. Registers limit their number.
 constexpr int kGroupsAtOnce = kWidth == kColumns ? 2 : 1;
 constexpr int kVecsOfGroup = kColumns / kWidth;
 
@@ -46,7 +46,7 @@ struct Columns {
 template <int kVecs>
 inline void look_up(const Columns<kVecs>& state, const float* key, int64_t key_dim, Vec (&found)[kVecs]) {
   Sums<kVecs> sums;
-  auto add = [&](int64_t k, Vec (&to)[kVecs]) {
+  auto add = [&](int64_t k, Vec(&to)[kVecs]) {
     const Vec factor = set1(key[k]);
     for (int v = 0; v < kVecs; ++v) to[v] = fma(load(state.at(v, k)), factor, to[v]);
   };
@@ -69,14 +69,18 @@ inline void move_on(const Columns<kVecs>& state, const Head& head, int64_t i, co
   const float* decays = head.decays[i];
   const Vec decay = set1(decays[0]);
   Sums<kVecs> outputs, finds;
-  auto line = [&](int64_t k, Vec (&to)[kVecs], Vec (&next)[kVecs]) {
+  auto line = [&](int64_t k, Vec(&to)[kVecs], Vec(&next)[kVecs]) {
     const Vec factor = kPerChannel ? set1(decays[k]) : decay, of_key = set1(key[k]), of_query = set1(query[k]);
     const Vec of_next = kLooksUp ? set1(next_key[k]) : zero();
+    // All loads, then all stores: a processor may take a load after a store for one of the same address if both are a
+    // multiple of 4096 bytes apart, as the tiles of two groups often are.
+    Vec now[kVecs];
+    for (int v = 0; v < kVecs; ++v) now[v] = load(state.at(v, k));
+    for (int v = 0; v < kVecs; ++v) now[v] = fma(of_key, u[v], now[v] * factor);
     for (int v = 0; v < kVecs; ++v) {
-      const Vec now = fma(of_key, u[v], load(state.at(v, k)) * factor);
-      store(state.at(v, k), now);
-      to[v] = fma(now, of_query, to[v]);
-      if constexpr (kLooksUp) next[v] = fma(now, of_next, next[v]);
+      store(state.at(v, k), now[v]);
+      to[v] = fma(now[v], of_query, to[v]);
+      if constexpr (kLooksUp) next[v] = fma(now[v], of_next, next[v]);
     }
   };
   int64_t k = 0;
@@ -153,7 +157,7 @@ class Unit {
         first_group_(first_group),
         groups_(groups),
         tiles_(args.pages, args.key_dim),
-        tokens_{RecurrenceScratch(args, capacity, arena), args.key_dim, groups * kColumns, {}, {},
+        tokens_{RecurrenceScratch(args, capacity, arena),         args.key_dim, groups * kColumns, {}, {},
                 args.skip == nullptr ? nullptr : args.skip + head} {}
 
   void run() {
@@ -208,8 +212,8 @@ class Unit {
   }
 
   void write(int64_t token, int64_t i) const {
-    T* output = static_cast<T*>(args_.output) + (token * args_.num_heads + head_) * args_.value_dim +
-                first_group_ * kColumns;
+    T* output =
+        static_cast<T*>(args_.output) + (token * args_.num_heads + head_) * args_.value_dim + first_group_ * kColumns;
     const float* values = tokens_.scratch.values + i * tokens_.value_stride;
     for_vectors(num_columns(), [&](int64_t d, auto... lanes) { store(output + d, load(values + d), lanes...); });
   }

@@ -26,27 +26,28 @@ class Group {
   void run(const StateRow& row) const {
     for_spans<1>(tiles_, row, group_, 0, row.num_tokens, scratch_.rest,
                  [&](float* const* state, int64_t begin, int64_t end) {
-                   for (int64_t i = begin; i < end; ++i)
-                     for_vectors(count_, [&](int64_t at, auto... lanes) {
-                       move_on(state[0] + at, row.first_token + i, at, lanes...);
-                     });
+                   for (int64_t i = begin; i < end; ++i) run_token(state[0], row.first_token + i);
                  });
   }
 
  private:
+  void run_token(float* state, int64_t token) const {
+    widen_line<kWidth>(scratch_.b, static_cast<const T*>(args_.b) + token * args_.b_stride, args_.num_states);
+    widen_line<kWidth>(scratch_.c, static_cast<const T*>(args_.c) + token * args_.c_stride, args_.num_states);
+    for_vectors(count_, [&](int64_t at, auto... lanes) { move_on(state + at, token, at, lanes...); });
+  }
+
   template <class... Lanes>
   void move_on(float* state, int64_t token, int64_t at, Lanes... lanes) const {
     const int64_t channel = channel_ + at;
-    const Numbers<T> b(static_cast<const T*>(args_.b) + token * args_.b_stride, args_.dtype),
-        c(static_cast<const T*>(args_.c) + token * args_.c_stride, args_.dtype);
     const Vec x = load(static_cast<const T*>(args_.x) + token * args_.x_stride + channel, lanes...);
     const Vec dt = load(args_.dt + token * args_.dt_stride + channel, lanes...), added = dt * x;
     Vec sum = zero();
     for (int64_t n = 0; n < args_.num_states; ++n) {
       const Vec decay = exp(dt * load(scratch_.a + n * kColumns + at));
-      const Vec now = fma(added, set1(b.one(n)), decay * load(state + n * kColumns));
+      const Vec now = fma(added, set1(scratch_.b[n]), decay * load(state + n * kColumns));
       store(state + n * kColumns, now);
-      sum = fma(now, set1(c.one(n)), sum);
+      sum = fma(now, set1(scratch_.c[n]), sum);
     }
     if (args_.skip != nullptr) sum = fma(load(args_.skip + channel, lanes...), x, sum);
     store(static_cast<T*>(args_.output) + token * args_.channels + channel, sum, lanes...);

@@ -38,11 +38,15 @@ struct ConvScratch {
 };
 
 struct ScanScratch {
-  float* a;     // [num_states, kColumns]
-  float* rest;  // [num_states, kColumns]
+  float* a;      // [num_states, kColumns]
+  float *b, *c;  // [num_states] of a token
+  float* rest;   // [num_states, kColumns]
 
   ScanScratch(const ScanArgs& args, Arena& arena)
-      : a(arena.take<float>(args.num_states * kColumns)), rest(arena.take<float>(args.num_states * kColumns)) {}
+      : a(arena.take<float>(args.num_states * kColumns)),
+        b(arena.take<float>(padded(args.num_states))),
+        c(arena.take<float>(padded(args.num_states))),
+        rest(arena.take<float>(args.num_states * kColumns)) {}
 };
 
 }  // namespace

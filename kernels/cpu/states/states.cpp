@@ -12,7 +12,7 @@
 namespace quire {
 namespace {
 
-// What rows depend on.
+// The fields that rows depend on; all layers of a model have the same.
 StatePages without_layer(StatePages pages) {
   pages.first_unit = 0;
   return pages;
@@ -23,7 +23,7 @@ bool are_blocks(const StatePages& pages, const int32_t* table) {
                      [&](int32_t block) { return block >= 0 && block < pages.num_blocks; });
 }
 
-// Threads take units one by one, those of the longest rows first.
+// Threads take units one by one, the longest rows first.
 template <class Function>
 class StateWork : public Work {
  public:

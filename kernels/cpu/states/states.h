@@ -19,7 +19,7 @@ class StatePlan {
   static Status check(const StatePages& pages, int64_t num_tokens);
   bool fits(const StatePages& pages, int64_t num_tokens) const;
 
-  std::vector<StateRow> rows;  // that have tokens, those with the most first
+  std::vector<StateRow> rows;  // that have tokens, the longest first
 
  private:
   const StatePages pages_;

@@ -483,7 +483,8 @@ class CheckedScheduler(Scheduler):
         """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
         held = Counter[str]()
         for each in (each for group in self.running for each in group.unfinished):
-            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in each.block_table)
+            in_table = sum(block not in self.batch.blocks.blank for block in each.block_table)
+            held[each.request.tenant] += in_table + len(each.state_blocks)
         if +self.batch.blocks_by_tenant() != +held:
             self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
         if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):

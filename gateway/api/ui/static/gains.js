@@ -10,9 +10,9 @@ export function regionBlocks(maxModelLen, blockSize) {
 }
 
 // The sequences in GPU memory, in blocks and slots; null if there are none. `tokens` of Quire counts shared tokens only
-// once. A region has slots of all groups of layers.
+// once. A region has slots of all groups of layers, and the blocks of a state, which both hold in full.
 export function gainsOf(memory, maxModelLen) {
-  const { gpu, shape: { blockSize, blockBytes, numGroups } } = memory;
+  const { gpu, shape: { blockSize, blockBytes, numGroups, numStates } } = memory;
   const sequences = [...memory.sequences.values()].filter(
     ({ status, table }) => status !== STATUS.swapped && status !== STATUS.finished && table.length,
   );
@@ -22,8 +22,10 @@ export function gainsOf(memory, maxModelLen) {
   const named = tables.reduce((sum, table) => sum + table.length, 0), held = new Set(tables.flat());
   let tokens = 0;
   for (const block of held) tokens += memory.filled(gpu, block);
-  const region = numGroups * regionBlocks(maxModelLen, blockSize), regions = Math.floor(gpu.size / region);
-  const ownTokens = numGroups * sequences.reduce((sum, each) => sum + each.computed, 0);
+  const region = numGroups * regionBlocks(maxModelLen, blockSize) + numStates, regions = Math.floor(gpu.size / region);
+  const ownTokens = sequences.reduce(
+    (sum, each) => sum + numGroups * each.computed + each.state.length * blockSize, 0,
+  );
   const fits = Math.floor(gpu.size / (held.size / requests));
   const fitsOrca = Math.floor(regions / (sequences.length / requests));
   return {

@@ -11,7 +11,7 @@ export class Ghost {
     this.palette = palette;
   }
 
-  // Draws `gains` (gains.js). Each cell takes `tokens` tokens of all layers.
+  // Draws `gains` (gains.js). Each cell takes `tokens` tokens of all layers, or a block of a state.
   draw(gains, tokens, width, height) {
     const { region, regions } = gains.orca;
     const shown = gains.sequences.slice(0, regions), count = shown.length * region;
@@ -29,7 +29,7 @@ export class Ghost {
         const at = place * region + index, row = Math.floor(at / columns);
         if (row >= rows) return;
         const x = (at % columns) * cell, y = row * cell;
-        const share = Math.min(1, Math.max(0, sequence.computed / tokens - index));
+        const share = Math.min(1, Math.max(0, sequence.computed / tokens + sequence.state.length - index));
         const full = side < 8 ? (share > 0 ? side : 0) : Math.round(side * share);
         context.globalAlpha = 0.22;
         context.fillRect(x, y, side, side - full);

@@ -462,9 +462,11 @@ export class MemoryView {
     const pins = name === "gpu" ? memory.pins.get(block) ?? 0 : 0;
     const facts = [
       ["state", memory.stateOf(pool, block) + (pins ? `, pinned by ${pins}` : "")],
-      ["slots", `${memory.filled(pool, block)} of ${memory.shape.blockSize} hold tokens`],
+      memory.isOfState(pool, block) ? ["slots", "none: it holds a part of a state"]
+        : ["slots", `${memory.filled(pool, block)} of ${memory.shape.blockSize} hold tokens`],
       ["references", whole(pool.refs[block])],
-      ...(pool.owners[block] && memory.shape.numGroups > 1 ? [["layers", memory.kindOf(pool.groups[block])]] : []),
+      ...(pool.owners[block] && memory.kindOf(pool.groups[block])
+        ? [["layers", memory.kindOf(pool.groups[block])]] : []),
       ["hash", this.tokens?.block_hash ?? (memory.isNamed(pool, block) ? `${memory.names[block]}…` : "not sealed")],
     ];
     // Called ten times a second: unchanged elements stay, so that they can be selected.
@@ -486,7 +488,9 @@ export class MemoryView {
   }
 
   ownerOf(sequence, block) {
+    const part = sequence.state.indexOf(block);
     const place = Math.floor(sequence.table.indexOf(block) / this.memory.shape.numGroups);
+    const what = part < 0 ? `logical block ${place}` : `part ${part + 1} of its state`;
     const found = this.tokens?.owners.find(
       (each) => each.request_id === sequence.request_id && each.sequence_index === sequence.sequence_index,
     );
@@ -494,7 +498,7 @@ export class MemoryView {
       "li",
       {},
       make("span", { className: "chip", style: { background: this.palette.of(sequence) } }),
-      make("span", { className: "name" }, `${title(sequence, NAME_LENGTH)}, logical block ${place}`),
+      make("span", { className: "name" }, `${title(sequence, NAME_LENGTH)}, ${what}`),
     );
     if (found?.tokens) {
       const tokens = found.tokens.map((text) => make("span", { className: "token" }, text));

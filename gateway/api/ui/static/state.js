@@ -14,12 +14,15 @@ export function* rows(flat, width) {
 }
 
 // Sequences with their block tables, the names of blocks, and pins. A table has an entry for each group of layers and
-// logical block, and the entry `blank` for blocks that no layer reads. `refs`, `owners`, `places` and `groups` are
-// derived: number of tables and pins that hold a block, the first sequence that holds it (0: none), the block's logical
-// index there, and its group.
+// logical block, and the entry `blank` for blocks that no layer reads; `state` are the blocks of the sequence's state, if
+// layers keep states. `refs`, `owners`, `places` and `groups` are derived: number of tables, states and pins that hold a
+// block, the first sequence that holds it (0: none), the block's logical index there, and its group. The blocks of a
+// state are further groups.
 export class Memory {
   constructor() {
-    this.shape = { numBlocks: 0, numHostBlocks: 0, blockSize: 16, blockBytes: 0, numFull: 1, numGroups: 1, window: 0 };
+    this.shape = {
+      numBlocks: 0, numHostBlocks: 0, blockSize: 16, blockBytes: 0, numFull: 1, numGroups: 1, window: 0, numStates: 0,
+    };
     this.sequences = new Map();
     this.names = [];
     this.pins = new Map();
@@ -37,12 +40,12 @@ export class Memory {
         numBlocks: numbers.num_blocks, numHostBlocks: numbers.num_host_blocks, blockSize: numbers.block_size,
         blockBytes: numbers.block_bytes ?? 0, window: numbers.window ?? 0, numFull: numbers.full_groups ?? 1,
         numGroups: Math.max(1, (numbers.full_groups ?? 1) + (numbers.windowed_groups ?? 0)),
-        blank: numbers.blank_block ?? null, blankOnHost: numbers.blank_host_block ?? null,
+        numStates: numbers.state_blocks ?? 0, blank: numbers.blank_block ?? null, blankOnHost: numbers.blank_host_block ?? null,
       };
     }
     for (const number of memory.gone) this.sequences.delete(number);
     for (const each of memory.sequences) {
-      this.sequences.set(each.number, { ...each, status: STATUS.waiting, tokens: 0, computed: 0, table: [] });
+      this.sequences.set(each.number, { ...each, status: STATUS.waiting, tokens: 0, computed: 0, table: [], state: [] });
     }
     for (const [number, status, tokens, computed] of rows(memory.progress, 4)) {
       // A new object, since copies of this memory share unchanged objects.
@@ -59,6 +62,11 @@ export class Memory {
     };
     for (const [number, length] of rows(memory.lengths, 2)) tableOf(number).length = length;
     for (const [number, index, block] of rows(memory.tables, 3)) tableOf(number)[index] = block;
+    for (const [number, index, block] of rows(memory.states ?? [], 3)) {
+      const sequence = this.sequences.get(number), state = sequence.state.slice();
+      state[index] = block;
+      this.sequences.set(number, { ...sequence, state });
+    }
     if (memory.named.length && !frame.is_whole) this.names = this.names.slice();
     memory.named.forEach((block, place) => { this.names[block] = memory.names[place]; });
     if (memory.pins.length) this.pins = new Map(this.pins);
@@ -83,14 +91,36 @@ export class Memory {
   // The blocks that a sequence holds.
   blocksOf(sequence) {
     const { blank } = this.poolOf(sequence);
-    return blank === null ? sequence.table : sequence.table.filter((block) => block !== blank);
+    const inTable = blank === null ? sequence.table : sequence.table.filter((block) => block !== blank);
+    return sequence.state.length ? [...inTable, ...sequence.state] : inTable;
   }
 
   // What the layers of a group read, in words; empty if the model has one group.
   kindOf(group) {
-    const { numGroups, numFull, window } = this.shape;
+    const { numGroups, numFull, numStates, window } = this.shape;
+    if (group >= numGroups) return `state, part ${group - numGroups + 1} of ${numStates}`;
     if (numGroups === 1) return "";
     return `group ${group}: ${group < numFull ? "all tokens" : `the last ${window} tokens`}`;
+  }
+
+  isOfState(pool, block) {
+    return pool.owners[block] !== 0 && pool.groups[block] >= this.shape.numGroups;
+  }
+
+  // The blocks of checkpoints by the name of the last block of their tokens, which begins as their own names do: named
+  // blocks that no sequence holds, and whose names one more block has.
+  checkpoints() {
+    const found = new Map();
+    if (!this.shape.numStates) return found;
+    this.names.forEach((name, block) => {
+      if (name && !this.gpu.owners[block]) found.set(name, [...(found.get(name) ?? []), block]);
+    });
+    return found;
+  }
+
+  // The blocks of the checkpoint behind a block of tokens that a sequence holds.
+  checkpointAt(block, checkpoints) {
+    return (this.names[block] && checkpoints.get(this.names[block])) || [];
   }
 
   copy() {
@@ -108,6 +138,7 @@ export class Memory {
     const owner = this.sequences.get(pool.owners[block]);
     const size = this.shape.blockSize;
     if (owner === undefined) return this.isNamed(pool, block) ? size : 0;
+    if (this.isOfState(pool, block)) return size;
     return Math.min(Math.max(owner.computed - pool.places[block] * size, 0), size);
   }
 
@@ -131,7 +162,8 @@ export class Memory {
   holdersOf(pool, block) {
     const isHost = pool === this.host;
     return [...this.sequences.values()].filter(
-      (each) => block !== pool.blank && (each.status === STATUS.swapped) === isHost && each.table.includes(block),
+      (each) => block !== pool.blank && (each.status === STATUS.swapped) === isHost &&
+        (each.table.includes(block) || each.state.includes(block)),
     );
   }
 }
@@ -142,11 +174,11 @@ class Pool {
     this.refs = new Uint16Array(size);
     this.owners = new Uint32Array(size);
     this.places = new Uint32Array(size);
-    this.groups = new Uint8Array(size);
+    this.groups = new Uint32Array(size);
   }
 
   hold(sequence) {
-    const { table, number } = sequence;
+    const { table, state, number } = sequence;
     for (let place = 0; place < table.length; place += 1) {
       const block = table[place];
       if (block === this.blank) continue;
@@ -157,6 +189,12 @@ class Pool {
         this.groups[block] = place % this.numGroups;
       }
     }
+    state.forEach((block, part) => {
+      this.refs[block] += 1;
+      if (this.owners[block] !== 0) return;
+      this.owners[block] = number;
+      this.groups[block] = this.numGroups + part;
+    });
   }
 }
 
@@ -235,7 +273,8 @@ function describe(memory, frame, before) {
   };
   // The present or the previous owner of a block.
   const holder = (pool, block) => find(memory[pool].owners[block]) ?? [...before.values()].find(
-    (each) => (each.status === STATUS.swapped) === (pool === "host") && each.table.includes(block),
+    (each) => (each.status === STATUS.swapped) === (pool === "host") &&
+      (each.table.includes(block) || each.state.includes(block)),
   );
   const gpu = (block, from = null) => ({ pool: "gpu", block, from });
   const host = (block) => ({ pool: "host", block, from: null });

@@ -8,7 +8,11 @@ const [FIRST_ROWS, LAST_ROWS] = [4, 12];
 const READ_DELAY_MS = 250;
 const READ_AT_ONCE = 8;
 const KEPT_SEQUENCES = 32;
+const MOST_BLOCKS = 8;
 const STATUS_NAMES = { 1: "waits to fork", 2: "runs", 3: "swapped out", 4: "over" };
+
+// The first blocks of a list, as text.
+const shortened = (blocks) => blocks.slice(0, MOST_BLOCKS).join(", ") + (blocks.length > MOST_BLOCKS ? ", …" : "");
 
 export class BlockTable {
   // `read(name, block)` resolves to a block with the tokens of its owners, or to null.
@@ -92,8 +96,10 @@ export class BlockTable {
     const { sequence } = this;
     const { places } = this, refs = places.map((place) => this.entriesOf(place).map((each) => this.pool.refs[each]));
     const texts = places.map((place) => this.tokensAt(place));
+    const checkpoints = this.memory.checkpoints();
+    const saved = places.map((place) => this.memory.checkpointAt(this.blockOf(place), checkpoints));
     const written = JSON.stringify([sequence.number, sequence.status, sequence.computed, sequence.table, refs, texts,
-      this.isOver, this.isPrivate]);
+      sequence.state, saved, this.isOver, this.isPrivate]);
     if (written === this.written) return;
     this.written = written;
     const many = sequence.num_sequences > 1 ? ` #${sequence.sequence_index}` : "";
@@ -105,8 +111,9 @@ export class BlockTable {
     const status = this.isOver ? "over; its blocks are given back" : STATUS_NAMES[sequence.status];
     const kind = sequence.is_beam ? " · beam" : "", tenant = sequence.tenant ? ` · tenant ${sequence.tenant}` : "";
     this.facts.textContent = `${status}${kind}${tenant} · ${whole(sequence.computed)} tokens in ` +
-      `${whole(this.memory.blocksOf(sequence).length)} blocks of ${this.blockSize}`;
-    const rows = places.map((place) => this.rowOf(place));
+      `${whole(this.memory.blocksOf(sequence).length - sequence.state.length)} blocks of ${this.blockSize}` +
+      (sequence.state.length ? ` · state in ${sequence.state.length} blocks: ${shortened(sequence.state)}` : "");
+    const rows = places.map((place, index) => this.rowOf(place, saved[index]));
     const left = this.length - places.length;
     if (left) {
       const cell = make("td", { colSpan: 4, className: "hint" }, `${whole(left)} logical blocks between`);
@@ -115,7 +122,8 @@ export class BlockTable {
     this.body.replaceChildren(...rows);
   }
 
-  rowOf(place) {
+  // A row with the blocks of the checkpoint behind it.
+  rowOf(place, saved) {
     const filled = this.filled(place);
     const tokens = this.tokensAt(place), hint = (text) => make("span", { className: "hint" }, text);
     const text = tokens === null ? [hint(this.isPrivate ? "text of another tenant" : "…")]
@@ -129,6 +137,10 @@ export class BlockTable {
       const shared = isShared ? make("span", { className: "refs", title: "references" }, count) : "";
       return [gap, make("b", { title: this.memory.kindOf(group) }, block), shared];
     });
+    if (saved.length) {
+      const where = `a checkpoint of the state after this block, in ${saved.length} blocks: ${shortened(saved)}`;
+      physical.push(" ", make("span", { className: "hint", title: where }, "⚑"));
+    }
     return make(
       "tr", {}, make("th", { scope: "row" }, place), make("td", { className: "text" }, ...text),
       make("td", { className: "physical" }, "→ ", ...physical),

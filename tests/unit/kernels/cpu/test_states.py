@@ -79,17 +79,19 @@ def test_company_and_threads_change_no_bit(case: Case, threads: int) -> None:
 
 
 @by_name
-def test_parts_of_a_row_in_one_batch_are_the_row(case: Case) -> None:
+@pytest.mark.parametrize("begin", [0, 1])
+@pytest.mark.parametrize("places", [[1, 2, 3], [50, 51, 120], [*range(160, COUNT)]], ids=len)
+def test_parts_of_a_row_in_one_batch_are_the_row(case: Case, begin: int, places: list[int]) -> None:
     memory, tokens, other = Memory(case.shape), case.make(COUNT), case.make(9)
     whole, state = in_one(memory, case, Part(tokens, memory.new_table(), 0, COUNT))
-    for ends in ([0, 1, 2, 3, COUNT], [0, 50, 51, 120, COUNT], [0, *range(160, COUNT + 1)]):
-        table, checkpoint = memory.new_table(), memory.new_table()
-        memory.run(case, [Part(tokens, table, 0, ends[1])])
-        parts = [Part(tokens, table, *cut, checkpoints={COUNT - 1: 0}) for cut in pairwise(ends)]
-        outputs = memory.run(case, [Part(other, memory.new_table(), 0, 9), *parts[1:]], [checkpoint])
-        assert torch.equal(torch.cat(outputs[1:]), whole[ends[1] :])
-        for each in (table, checkpoint):
-            assert torch.equal(memory.state(each), state)
+    ends = [0, *places, COUNT]
+    table, checkpoint = memory.new_table(), memory.new_table()
+    before = [memory.run(case, [Part(tokens, table, *cut)])[0] for cut in pairwise(ends[: begin + 1])]
+    parts = [Part(tokens, table, *cut, checkpoints={COUNT - 1: 0}) for cut in pairwise(ends[begin:])]
+    _, *outputs = memory.run(case, [Part(other, memory.new_table(), 0, 9), *parts], [checkpoint])
+    assert torch.equal(torch.cat((*before, *outputs)), whole)
+    for each in (table, checkpoint):
+        assert torch.equal(memory.state(each), state)
 
 
 @by_name
@@ -201,7 +203,9 @@ class Layers:
         pages.seq_lens[:count] = torch.tensor(lengths)
         pages.num_kept[:count] = torch.tensor(kept)
         pages.checkpoints.fill_(-1)
-        pages.checkpoints[: sum(new_tokens)][:: max(1, sum(new_tokens) // 2)] = 1
+        # Rows run side by side: no two tokens share a line.
+        some = pages.checkpoints[: sum(new_tokens)][:: max(1, -(-sum(new_tokens) // MOST_CHECKPOINTS))]
+        some.copy_(torch.arange(len(some)))
 
     def run(self, tokens: int = MOST_TOKENS, rows: int = MOST_ROWS) -> torch.Tensor:
         whole = self.pages
@@ -216,7 +220,7 @@ class Layers:
             whole.num_kept[:rows],
         )
         units = iter(StateUnits(first, UNIT) for first in self.firsts)
-        x = self.x[:tokens]
+        x = normed = self.x[:tokens]
         for _ in range(2):
             mixed = ops.causal_conv(x, self.weight, None, pages, next(units), activation="silu")
             query, key, value = mixed.view(tokens, 3, HEADS, DIM).unbind(1)

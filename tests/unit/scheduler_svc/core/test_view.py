@@ -21,10 +21,11 @@ from tests.support.core_driver import Driver, make_config, make_request
 
 @dataclass
 class ViewMirror:
-    """The state as a watcher knows it, only from the changes that it got: block tables, statuses and progress by number
-    of the sequence, names and pins by block."""
+    """The state as a watcher knows it, only from the changes that it got: block tables, states, statuses and progress
+    by number of the sequence, names and pins by block."""
 
     tables: dict[int, list[int]] = field(default_factory=dict)
+    states: dict[int, dict[int, int]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     names: dict[int, bytes] = field(default_factory=dict)
     pins: dict[int, int] = field(default_factory=dict)
@@ -46,8 +47,9 @@ class ViewMirror:
         if changes.is_whole:
             self.__init__()
         for number in changes.gone:
-            del self.tables[number], self.progress[number]
+            del self.tables[number], self.progress[number], self.states[number]
         self.tables.update((each.number, []) for each in changes.new)
+        self.states.update((each.number, {}) for each in changes.new)
         for number, status, num_tokens, num_computed in rows_of(changes.progress, 4):
             self.progress[number] = (status, num_tokens, num_computed)
         for number, length in rows_of(changes.lengths, 2):
@@ -55,6 +57,8 @@ class ViewMirror:
             self.tables[number] = [*table[:length], *[-1] * (length - len(table))]
         for number, index, block in rows_of(changes.tables, 3):
             self.tables[number][index] = block
+        for number, index, block in rows_of(changes.states, 3):
+            self.states[number][index] = block
         for block, name in changes.names:
             self.names[block] = name or b""
         self.pins.update(rows_of(changes.pins, 2))
@@ -65,6 +69,9 @@ class ViewMirror:
         swapped = SequenceStatus.SWAPPED.value
         of_host = [table for number, table in self.tables.items() if self.progress[number][0] == swapped]
         of_gpu = [table for number, table in self.tables.items() if self.progress[number][0] != swapped]
+        of_gpu += [[*state.values()] for state in self.states.values()]
+        # Checkpoints of steps in flight belong to no sequence.
+        of_gpu += [[*each.blocks] for planned in scheduler.batch.checkpoints.values() for each in planned]
         for its, tables, pins in ((pool, of_gpu, self.pins), (host, of_host, {})):
             holders = Counter(block for table in tables for block in table)
             holders.update(pins)
@@ -85,11 +92,11 @@ def changes_of(seen: View, driver: Driver) -> view.Changes:
     return changes
 
 
-def busy_driver(seed: int) -> Driver:
+def busy_driver(seed: int, state_blocks: int = 0) -> Driver:
     """A driver with more work than its pool has room for."""
     mode = PreemptionMode.SWAP if seed % 2 else PreemptionMode.AUTO
-    config = make_config(num_blocks=14, num_host_blocks=16, max_pinned=0.4, pin_quota=0.4, preemption_mode=mode)
-    return Driver(config)
+    sizes = {"num_blocks": 14 + 6 * state_blocks, "num_host_blocks": 16, "state_blocks": state_blocks}
+    return Driver(make_config(**sizes, max_pinned=0.4, pin_quota=0.4, preemption_mode=mode))
 
 
 def submit_some(driver: Driver, rng: random.Random, handle: int) -> None:
@@ -107,11 +114,12 @@ def submit_some(driver: Driver, rng: random.Random, handle: int) -> None:
 
 
 @pytest.mark.parametrize("max_entries", [8_192, 7])
+@pytest.mark.parametrize("state_blocks", [0, 3])
 @pytest.mark.parametrize("seed", range(2))
-def test_changes_add_up_to_the_pool_under_any_load(seed, max_entries, monkeypatch):
+def test_changes_add_up_to_the_pool_under_any_load(seed, state_blocks, max_entries, monkeypatch):
     monkeypatch.setattr(view, "_MAX_ENTRIES", max_entries)
     monkeypatch.setattr(view, "_NAMES_AT_ONCE", 4)
-    rng, driver = random.Random(seed), busy_driver(seed)
+    rng, driver = random.Random(seed), busy_driver(seed, state_blocks)
     seen, mirror = View(), ViewMirror()
     for turn in range(160):
         match rng.randrange(10):

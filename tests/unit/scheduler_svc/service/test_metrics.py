@@ -115,8 +115,22 @@ def test_memory_is_told_in_bytes(driver, metrics):
     for state in ("free", "cached", "used", "pinned"):
         blocks = value_of(metrics, "gpu_blocks", state=state)
         assert value_of(metrics, "gpu_bytes", state=state) == 1000 * blocks
-    in_tables = [value_of(metrics, "running_bytes", layers=kind) for kind in ("full", "windowed")]
-    assert in_tables == [1000 * value_of(metrics, "gpu_blocks", state="used"), 0]
+    in_tables = [value_of(metrics, "running_bytes", layers=kind) for kind in ("full", "windowed", "states")]
+    assert in_tables == [1000 * value_of(metrics, "gpu_blocks", state="used"), 0, 0]
+
+
+@pytest.mark.parametrize("driver", [{"state_blocks": 3}], indirect=True)
+def test_blocks_of_states_are_told_by_kind_and_count_for_their_tenants(driver, metrics):
+    for handle in (1, 2):
+        driver.submit(make_request(handle, prompt=[*PROMPT, handle], max_tokens=20, tenant="a"))
+    driver.run_steps(3)
+    full, windowed, states = (
+        value_of(metrics, "running_bytes", layers=kind) / 1000 for kind in ("full", "windowed", "states")
+    )
+    running = [each for group in driver.scheduler.running for each in group.unfinished]
+    assert full == sum(len(each.block_table) for each in running)
+    assert [windowed, states] == [0, 6]
+    assert value_of(metrics, "tenant_blocks", tenant="a") == full + states
 
 
 @pytest.mark.parametrize("driver", [{"windowed_groups": 2, "window": 6}], indirect=True)

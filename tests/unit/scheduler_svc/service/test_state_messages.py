@@ -82,3 +82,22 @@ async def test_tables_of_groups_of_layers_leave_out_blocks_that_no_layer_reads()
     assert (owner.logical_index, owner.group, list(owner.token_ids)) == (index, group, tokens)
     (blank,) = scheduler.batch.blocks.blank
     assert not owners(scheduler, blank, is_host=False)
+
+
+async def test_blocks_of_states_are_shown_beside_tables_and_have_owners_without_tokens():
+    driver = Driver(make_config(state_blocks=2))
+    driver.submit(make_request(1, prompt=[1] * 9, max_tokens=30, num_sequences=2))
+    driver.run_steps(6)
+    scheduler = driver.scheduler
+    sequences = scheduler.running.first().unfinished
+    message = await blocks_message(scheduler, None)
+    for sequence, state in zip(sequences, message.sequences, strict=True):
+        assert [each.block_id for each in state.state] == sequence.state_blocks
+        assert [(each.ref_count, each.filled, each.HasField("block_hash")) for each in state.state] == [
+            (1, 0, False)
+        ] * 2
+        for piece, block in enumerate(sequence.state_blocks):
+            (owner,) = owners(scheduler, block, is_host=False)
+            assert (owner.sequence, owner.logical_index, list(owner.token_ids)) == (sequence, 0, [])
+            # Behind the only group of layers.
+            assert owner.group == 1 + piece

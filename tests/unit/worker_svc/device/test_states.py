@@ -102,7 +102,7 @@ class Rows:
         try:
             return self.runner.launch(admitted).wait()
         finally:
-            del model.finish  # type: ignore[method-assign]
+            del model.finish
 
 
 def make(directory: Path, family: str, dtype: torch.dtype = torch.bfloat16) -> CausalLM:
@@ -184,13 +184,12 @@ def test_steps_that_would_break_states_are_refused(tmp_path: Path) -> None:
     rows = Rows(make(tmp_path, "qwen3.5"))
     first, second = make_prompts(20, 9)
     size = rows.shape.state_blocks
+    changes, saved = make_changes(assign=[rows.assign(0, first)]), rows.take(2 * size)
     with pytest.raises(InvalidArgument, match="checkpoints names 9 tokens of row 0; the batch computes tokens 0 to 8"):
-        blocks = rows.take(size)
-        rows.run((0, 8), changes=make_changes(assign=[rows.assign(0, first)]), checkpoints=[(0, 9, *blocks)])
+        rows.run((0, 8), changes=changes, checkpoints=[(0, 9, *saved[:size])])
     with pytest.raises(InvalidArgument, match="names 8 tokens of row 0 twice"):
-        both = [(0, 8, *rows.take(size)), (0, 8, *rows.take(size))]
-        rows.run((0, 8), changes=make_changes(assign=[rows.assign(0, first)]), checkpoints=both)
-    rows.run((0, 8), changes=make_changes(assign=[rows.assign(0, first)]))
+        rows.run((0, 8), changes=changes, checkpoints=[(0, 8, *saved[:size]), (0, 8, *saved[size:])])
+    rows.run((0, 8), changes=changes)
     with pytest.raises(InvalidArgument, match="takes one prompt token of row 0, after 8"):
         rows.run((0, 1))
     with pytest.raises(InvalidArgument, match="twice among the blocks that its rows write"):

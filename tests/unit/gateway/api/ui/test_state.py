@@ -38,6 +38,12 @@ async def test_the_page_sees_blocks_of_groups_of_layers(tmp_path):
     await run("groups.mjs", STATIC, str(recording))
 
 
+async def test_the_page_sees_states_and_their_checkpoints(tmp_path):
+    frames, recording = await recorded_frames(num_blocks=60, state_blocks=3), tmp_path / "frames.json"
+    recording.write_text(json.dumps(frames), encoding="utf-8")
+    await run("states.mjs", STATIC, str(recording))
+
+
 async def test_the_feed_of_a_page_that_stays_open_keeps_what_there_is_and_comes_back():
     await run("feed.mjs", STATIC)
 
@@ -95,8 +101,14 @@ def act(driver: Driver, watchers: Watchers, turn: int) -> None:
 def held(driver: Driver) -> dict[str, Any]:
     blocks = driver.scheduler.batch.blocks
     pool, host = blocks.pool, blocks.host.pool
+    # Checkpoints of steps in flight belong to no sequence.
+    planned = {
+        block for of_step in driver.scheduler.batch.checkpoints.values() for each in of_step for block in each.blocks
+    }
     return {
-        "refs": [pool.ref_count(block) * (block not in blocks.blank) for block in pool_blocks(pool)],
+        "refs": [
+            pool.ref_count(block) * (block not in blocks.blank and block not in planned) for block in pool_blocks(pool)
+        ],
         "host_refs": [host.ref_count(block) * (block not in blocks.blank_on_host) for block in pool_blocks(host)],
         "is_named": [name is not None for name in pool.names(0, pool.num_blocks)],
     }
