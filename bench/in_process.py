@@ -35,6 +35,7 @@ class InProcessEngine:
             full_groups=info.pool.groups.num_full,
             windowed_groups=info.pool.groups.num_windowed,
             window=info.pool.groups.window,
+            state_blocks=info.pool.state_blocks,
         )
 
     def run(

@@ -39,6 +39,8 @@ _NAMES = (
 _MIN_STEPS = 2 * len(_NAMES)
 
 _SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "vocab_size")
+_LATER_SIZES = ("full_groups", "windowed_groups", "window", "state_blocks")
+"""Traces of earlier releases have none of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ def _attachments(path: Path) -> Iterator[tuple[list[TracedStep], Mapping[str, in
 
 
 def _sizes(path: Path, given: Mapping[str, Any]) -> Mapping[str, int]:
-    for name in (*_SIZES, "num_host_blocks"):
-        value, least = given.get(name), 1 if name in _SIZES else 0
+    for name in (*_SIZES, "num_host_blocks", *_LATER_SIZES):
+        value, least = given.get(name, 0 if name in _LATER_SIZES else None), 1 if name in _SIZES else 0
         if not isinstance(value, int) or value < least:
             raise ValueError(
                 f"{path}: the replica's {name} is {value!r:.40}; it must be a whole number from {least} on"

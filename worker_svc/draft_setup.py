@@ -1,6 +1,5 @@
 """The drafters and the draft model of a worker, which guess the next tokens (speculative decoding), by its settings."""
 
-import logging
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +9,15 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
+from worker_svc.device.kv_pool import CPU_POOL_BYTES
 from worker_svc.models.base import CausalLM
 from worker_svc.sampling.drafters import AUTO, KINDS, Drafter, Drafters
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry
 
-_logger = logging.getLogger(__name__)
+_MAX_STATE_DRAFTS, _SHARE_OF_POOL = 8, 4
+"""If layers keep states, drafts of all rows that a run of the model verifies: each takes the memory of a sequence's
+state, and all of them at most one part in four of the pool's memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +31,6 @@ class DraftPart:
 def make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
     """The drafter of a model; None if it has none."""
     named = {*settings.speculate, *(AUTO if "auto" in settings.speculate and model.device.type == "cpu" else ())}
-    if model.state is not None:
-        if named:
-            reason = "what it computes for a wrong guess could not be taken back from the states of its layers"
-            _logger.info("%s has no speculative decoding: %s", model.architecture, reason)
-        return None
     drafters = [make() for name, make in KINDS.items() if name in named]
     if not drafters and "draft" not in settings.speculate:
         return None
@@ -43,6 +40,16 @@ def make_drafter(model: CausalLM, settings: WorkerSettings) -> Drafter | None:
             "use off"
         )
     return Drafters(drafters)
+
+
+def max_state_drafts(model: CausalLM, settings: WorkerSettings) -> int | None:
+    """Maximum drafts that a run of the model verifies, since each takes a state; None if its layers keep none."""
+    if model.state is None:
+        return None
+    if settings.num_gpu_blocks is not None:
+        return _MAX_STATE_DRAFTS
+    memory = settings.kv_cache_memory or CPU_POOL_BYTES
+    return min(max(memory // (_SHARE_OF_POOL * model.state.num_bytes), 1), _MAX_STATE_DRAFTS)
 
 
 def draft_directory(settings: WorkerSettings, directory: ModelDirectory, device: torch.device) -> ModelDirectory | None:

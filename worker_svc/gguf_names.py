@@ -189,7 +189,9 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
     "qwen35": _DELTA_RULE,
     "qwen35moe": _DELTA_RULE | _QWEN_EXPERTS,
-    "qwen3next": _DELTA_RULE | _QWEN_EXPERTS | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
+    "qwen3next": _DELTA_RULE
+    | _QWEN_EXPERTS
+    | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"},
     "lfm2": _SHORT_CONVOLUTION,
     "lfm2moe": _SHORT_CONVOLUTION
     | _experts(

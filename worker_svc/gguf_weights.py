@@ -453,14 +453,14 @@ class _Layout:
         if keys == values:
             return as_it_is
         if values % keys or sizes[0] % values:
-            raise ConfigurationError(f"{self._header.path}: {base} of {values} heads, of {keys} keys, is {sizes[0]} wide")
+            raise ConfigurationError(
+                f"{self._header.path}: {base} of {values} heads, of {keys} keys, is {sizes[0]} wide"
+            )
         if base == FROM_VALUES:
             return _Way(lambda stored: _turned(stored.T, keys, values).T.contiguous(), shape, shape[-1] // values)
         (count,) = sizes
         first = shape[0] - count
-        return _Way(
-            lambda stored: torch.cat((stored[:first], _turned(stored[first:], keys, values))), shape, shape[-1]
-        )
+        return _Way(lambda stored: torch.cat((stored[:first], _turned(stored[first:], keys, values))), shape, shape[-1])
 
     def _error(self, tensor: GgufTensor, problem: str) -> ConfigurationError:
         return ConfigurationError(f"{tensor.file}: tensor {tensor.name} {problem}")

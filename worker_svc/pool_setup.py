@@ -16,7 +16,7 @@ from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_
 from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace, PoolFile
-from worker_svc.draft_setup import DraftPart
+from worker_svc.draft_setup import DraftPart, max_state_drafts
 from worker_svc.first_steps import memory_for_pool
 from worker_svc.models.base import CausalLM
 from worker_svc.settings import WorkerSettings
@@ -149,11 +149,13 @@ def make_pool(
     with_padding = settings.cuda_graphs == "on" or model.device.type == "cpu"
     bytes_per_block = block_bytes(model, settings.block_size, dtype, cut.slots)
     of_state = 0 if model.state is None else model.state.num_blocks(bytes_per_block)
+    num_draft_states = min(limits.max_verified, max_state_drafts(model, settings) or 0)
+    num_padding = int(with_padding) + of_state * (1 + num_draft_states)
     count, host_memory = settings.num_gpu_blocks, memory_of_each_rank(settings)
     if place is not None:
         if count is None and settings.kv_cache_memory is None:
             # A default follows from the memory that is available, which is not the same at each start.
-            count = None if place.num_held is None else place.num_held - with_padding - of_state
+            count = None if place.num_held is None else place.num_held - num_padding
         host_memory = None if host_memory is None else host_memory + place.held_bytes
     groups, block_size = cut.groups, settings.block_size
     held = groups.max_blocks(geometry.max_model_len, block_size)
@@ -165,8 +167,9 @@ def make_pool(
         swap_space=settings.swap_space,
         # Each sequence may have a checkpoint.
         max_useful_blocks=limits.max_num_rows * (held + 2 * of_state) + of_chunks,
+        num_state_blocks=limits.max_num_rows * 2 * of_state,
         dtype=dtype,
-        num_padding_blocks=int(settings.cuda_graphs == "on") or (of_state and 1 + of_state),
+        num_padding_blocks=num_padding if of_state else int(settings.cuda_graphs == "on"),
         host_memory=host_memory,
         cut=cut,
     )
@@ -182,6 +185,7 @@ def make_pool(
         model.device,
         dtype,
         with_padding=with_padding,
+        num_draft_states=num_draft_states,
         place=place,
         layers=cut.slots,
         draft_model=draft_model,
@@ -200,6 +204,8 @@ def make_pool(
     if of_state:
         of_state_bytes = of_state * shape.block_bytes / 2**20
         _logger.info("the state of a sequence takes %d blocks (%.1f MiB)", of_state, of_state_bytes)
+        if num_draft_states:
+            _logger.info("up to %d states of drafts take %.1f MiB", num_draft_states, num_draft_states * of_state_bytes)
     held += of_state
     if shape.num_gpu_blocks < held:
         maximum = geometry.max_model_len

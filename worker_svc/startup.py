@@ -38,7 +38,7 @@ from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
-from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter
+from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter, max_state_drafts
 from worker_svc.first_steps import predict_passes, warm_up
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM, NativeCausalLM
@@ -184,6 +184,8 @@ def make_worker(
 
 
 def _step_limits(model: CausalLM, settings: WorkerSettings, max_adapters: int, *, has_drafts: bool) -> WorkerLimits:
+    most = max_state_drafts(model, settings)
+    max_drafts = settings.max_drafts if most is None else min(settings.max_drafts, most)
     is_multi_step = model.device.type == "cpu" and model.ranks.size == 1 and settings.multi_step_ms > 0
     return WorkerLimits(
         settings.max_num_seqs,
@@ -191,7 +193,7 @@ def _step_limits(model: CausalLM, settings: WorkerSettings, max_adapters: int, *
         MAX_STEPS_IN_FLIGHT,
         MAX_LOGPROBS,
         max_adapters,
-        settings.max_drafts if has_drafts else 0,
+        max_drafts if has_drafts else 0,
         max_passes=_MAX_PASSES if is_multi_step else 1,
     )
 

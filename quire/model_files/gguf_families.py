@@ -375,7 +375,9 @@ def _plm(fields: GgufFields) -> Config:
 
 def _qwen_3_next(fields: GgufFields) -> Config:
     """Qwen3.5 by another name, since files have the layers' inputs apart as it has; old files have them together."""
-    return _qwen_with_states("qwen3_next" if has(fields, "ssm_in.weight") else "qwen3_5_moe_text", *_QWEN_EXPERTS)(fields)
+    return _qwen_with_states("qwen3_next" if has(fields, "ssm_in.weight") else "qwen3_5_moe_text", *_QWEN_EXPERTS)(
+        fields
+    )
 
 
 def _qwen_with_states(model_type: str, *parts: Part) -> Callable[[GgufFields], Config]:
@@ -431,11 +433,11 @@ def _falcon_h1(fields: GgufFields, config: Config) -> Config:
 
 def _nemotron_h(fields: GgufFields) -> Config:
     """Layers of one part each, by the heads of key and the inner size that they have."""
-    count = num_layers(fields)
     config = row("nemotron_h", activation=("mlp_hidden_act", "relu2"), eps=("layer_norm_epsilon", RMS_EPS))(fields)
     inner = fields.sizes("feed_forward_length", fields.size("block_count"), minimum=0)
     of_mlp = "moe" if has(fields, "ffn_down_exps.weight") else "mlp"
-    types = [FULL if attends else of_mlp if size else "mamba" for attends, size in zip(layers_with_keys(fields), inner)]
+    parts = zip(layers_with_keys(fields), inner, strict=False)
+    types = [FULL if attends else of_mlp if size else "mamba" for attends, size in parts]
     sizes = mamba_2(fields, config)
     config |= {
         "layers_block_type": types,

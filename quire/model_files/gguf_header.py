@@ -221,7 +221,9 @@ class GgufFields:
     def size_of_some(self, name: str, default: int | None = None) -> int:
         """As `size`, of a field that may be 0 for layers that do not have what it counts."""
         given = self.own(name, (int, list), "a whole number", default)
-        return self._only_size(name, given, [each for each in given if each != 0] if isinstance(given, list) else [given])
+        return self._only_size(
+            name, given, [each for each in given if each != 0] if isinstance(given, list) else [given]
+        )
 
     def _only_size(self, name: str, given: Any, values: list[Any]) -> int:
         value, *others = dict.fromkeys(values) or [None]

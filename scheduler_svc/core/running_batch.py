@@ -429,7 +429,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         reserve = self.blocks_to_grow(1)
         for row, num_new, num_computed, growth in self.draft.lengths():
             start, sequence, incarnation = int(table.num_computed[row]), self.sequence(row), int(table.incarnation[row])
-            for place in states.wanted(sequence, start, start + num_new + growth):
+            # From the least number of computed tokens on: a step in flight may not come to a place of its own.
+            for place in states.wanted(sequence, num_computed, start + num_new + growth, num_computed + num_new):
                 if self.blocks.has_room(states.size, reserve=reserve, others_run=True):
                     is_certain, blocks = (
                         start == num_computed and place <= start + num_new,

@@ -119,16 +119,17 @@ class States:
                     return end, found
         return 0, []
 
-    def wanted(self, sequence: Sequence, start: int, end: int) -> Iterator[int]:
+    def wanted(self, sequence: Sequence, start: int, end: int, certain_end: int | None = None) -> Iterator[int]:
         """The numbers of tokens, above `start` and up to `end`, after which there should be a checkpoint: before the
         end of the prompt, which the next prompt of a conversation begins with, where another sequence went another
-        way, and at intervals."""
+        way, and at intervals. If the sequence may come only to `certain_end`, there are several of output, of which the
+        last one that it comes to is kept."""
         size, num_prompt = self._block_size, sequence.num_prompt_tokens
         places = {(num_prompt - 2) // size * size, *sequence.partings}
         prompt_end = min(end, num_prompt)
         places.update(range(start // PROMPT_INTERVAL * PROMPT_INTERVAL, prompt_end + 1, PROMPT_INTERVAL))
-        if (newest := end // self._interval * self._interval) > num_prompt:
-            places.add(newest)
+        of_output = range((end if certain_end is None else certain_end) // self._interval, end // self._interval + 1)
+        places.update(number * self._interval for number in of_output if number * self._interval > num_prompt)
         return (place for place in sorted(places) if start < place <= end)
 
     def num_shareable(self, sequence: Sequence) -> int:

@@ -32,6 +32,7 @@ _SCHEDULER, _GATEWAYS, _WORKER = 1, 2, 3
 _TRACK_NAMES = {_SCHEDULER: "scheduler", _GATEWAYS: "gateway streams", _WORKER: "worker"}
 _WORKER_PARTS = ("queue", "cache operations", "model", "sample")
 _SIZES = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_host_blocks")
+_SIZES += ("full_groups", "windowed_groups", "window", "state_blocks")
 _TRACKS = {"plan": _SCHEDULER, "send": _SCHEDULER, "apply": _SCHEDULER, "emit": _GATEWAYS}
 _TRACKS |= dict.fromkeys(_WORKER_PARTS, _WORKER)
 

@@ -1,6 +1,7 @@
 """Text, log probabilities and ends have the same bits with drafts and without, whatever is drafted."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from quire.common.v1.common_pb2 import Constraint, RowSampling, SequenceBias
 from quire.messages.arrays import encode_int32
 from scheduler_svc.core.config import PreemptionMode
 from scheduler_svc.core.request import Request
+from tests.support.models import make_model
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import RightDrafter, Text, WholeEngine, WrongDrafter, make_request
 from worker_svc.device.replay import RecordedDecodes
@@ -137,6 +139,45 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     drafting.use(WrongDrafter(3, off.worker.info.model.vocab_size, RightDrafter(texts_of(requests, expected))))
     assert drafting.run(requests, **config) | drafting.run(requests[:1]) == expected
     assert drafting.num_accepted > 0
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "flags"),
+    [
+        ("qwen3.5", "float32", []),
+        ("qwen3.5", "bfloat16", MULTI_STEP),
+        ("lfm2", "float32", MULTI_STEP),
+        ("lfm2", "bfloat16", []),
+    ],
+)
+def test_states_are_those_without_drafts(family: str, dtype: str, flags: list[str], tmp_path: Path) -> None:
+    make_model(tmp_path, family)
+    common = ["--model", str(tmp_path), *FLAGS, "--dtype", dtype]
+    off, on = WholeEngine(*common), WholeEngine(*common, "--max-drafts", "5", *flags, "--speculate", "ngram")
+    vocab_size = off.worker.info.model.vocab_size
+    # Without the rules for tokens that this vocabulary does not have.
+    requests = [each for each in make_requests(vocab_size) if each.key.handle != 9]
+    expected, size = off.run(requests), off.worker.info.pool.state_blocks
+    alone = [make_request(0, requests[0].prompt, max_tokens=150, sampling={"temperature": 0.0})]
+    text = off.run(alone)[0, 0].token_ids
+    # The second goes on from the state after a part of the first one's output.
+    alone.append(make_request(1, [*alone[0].prompt, *text, 30], seed=1, sampling={"temperature": 0.9}))
+    expected_alone = off.run(alone, max_num_seqs=1)
+    usages = dict(off.usages)
+    assert usages[1].cached_tokens > 100
+    right = RightDrafter(texts_of(requests, expected) + texts_of(alone, expected_alone))
+    for name, drafter in {
+        "right": right,
+        "wrong": WrongDrafter(1, vocab_size),
+        "partly right": WrongDrafter(2, vocab_size, right),
+    }.items():
+        on.use(drafter)
+        assert on.run(requests) == expected, name
+        assert on.run(requests, num_blocks=30 + 8 * size, preemption_mode=PreemptionMode.SWAP) == expected, name
+        assert on.run(alone, max_num_seqs=1) == expected_alone, name
+        assert on.usages[1].cached_tokens == usages[1].cached_tokens, name
+        assert on.num_drafts > 0
+        assert (on.num_accepted > 20) == (name != "wrong"), name
 
 
 def test_no_pass_runs_after_all_rows_have_ended() -> None:

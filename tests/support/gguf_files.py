@@ -264,7 +264,9 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
 
 def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
     """The layers that keep a state, and sizes of their parts."""
-    types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * config["num_hidden_layers"]
+    types = (
+        config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * config["num_hidden_layers"]
+    )
     attends = [kind in ("full_attention", "attention") for kind in types]
     fields: dict[str, Any] = {}
     if architecture in _DELTA_RULES:
@@ -420,8 +422,10 @@ def _stored_tensors(
         if has_factors and name.endswith("norm.weight") and "linear_attn" not in name:
             data = data + 1
         raw = None
-        if data.ndim > 1 and quantization is not gguf.GGMLQuantizationType.F32 and not any(
-            each in stored for each in ("gate_inp", "conv1d", "shortconv.conv", "ssm_norm", "ssm_d")
+        if (
+            data.ndim > 1
+            and quantization is not gguf.GGMLQuantizationType.F32
+            and not any(each in stored for each in ("gate_inp", "conv1d", "shortconv.conv", "ssm_norm", "ssm_d"))
         ):
             data = np.ascontiguousarray(data)
             if isinstance(quantization, gguf.GGMLQuantizationType):
@@ -462,8 +466,7 @@ def _apart(
             size, each = config["linear_key_head_dim"], data.reshape(config["linear_num_key_heads"], -1, data.shape[1])
             values = (each.shape[1] - 2 * size) // 2
             q, k, v, z = (
-                rows.reshape(-1, data.shape[1])
-                for rows in np.split(each, [size, 2 * size, 2 * size + values], axis=1)
+                rows.reshape(-1, data.shape[1]) for rows in np.split(each, [size, 2 * size, 2 * size + values], axis=1)
             )
             yield name.replace("in_proj_qkvz", "in_proj_qkv"), np.concatenate((q, k, v))
             yield name.replace("in_proj_qkvz", "in_proj_z"), z

@@ -123,6 +123,7 @@ class WholeEngine:
             "max_drafts": info.max_drafts,
             "fixed_tokens": 1 << 16,
             "max_passes": info.max_passes,
+            "state_blocks": info.state_blocks,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
         self.worker.ledger.reset()

@@ -9,6 +9,12 @@ that position. Each draw is compared with the draft for the same position. The r
 the first that differs. So drafts that are wrong cost time and change nothing. Keys and values that they left are
 overwritten before they are read.
 
+Layers that keep a state have taken in all drafts when the draws are known. So the pass also writes the state after each
+token that a draft follows, as it writes checkpoints, to blocks that no sequence has. If not all drafts were right, the
+state after the last right token is copied back to the row. A checkpoint of the step after such a token takes the place
+of these blocks. If it is after a wrong draft, its content means nothing, and the scheduler does not use it: the row has
+not come so far.
+
 Drafts need a host that knows the tokens of the last step when it launches the next one, as on the CPU. There a step of
 decodes may also run the model several times (each run is a pass), with a token per row each time: a small model takes
 no longer for a token than the services take for the messages of a step.
@@ -20,15 +26,18 @@ batch) and after the draws `record_draws` (decides how many of them count), and 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from kernels import ops
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
 from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.flat_batch import count_up, sample_places
+from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.rows import Rows
 from worker_svc.sampling.drafters import OF_MODEL, Drafter, RowText
 from worker_svc.sampling.sampler import Drawn
@@ -82,6 +91,13 @@ class DraftedBatch:
     """[s], the newest token before each draw, which is a draft if `within` is above 0."""
     num_drafts: NDArray[np.int32]
     """For each sample of the step, its number of drafts."""
+    checkpoints: Int32Array
+    """As `Step` has them: its own ones, and those after tokens that a draft follows, if layers keep states."""
+
+    @property
+    def precede_drafts(self) -> NDArray[np.bool_]:
+        """[s], whether the input of a draw is followed by a draft."""
+        return np.append(self.within[1:] > 0, False)
 
     def are_kept(self, token_ids: NDArray[np.integer], is_usable: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """Which draws count, [s]: the first of each sample, and draws whose preceding drafts were all drawn. An
@@ -128,6 +144,48 @@ class Kept:
         return cls(draws, np.stack(num_tokens).sum(0, np.int32), np.stack(num_drafts).sum(0, np.int32), len(passes))
 
 
+class DraftStates:
+    """The states of drafted rows after the tokens that drafts follow, until the draws are known.
+
+    Args:
+        pool: has a state for each draft of a pass.
+    """
+
+    def __init__(self, pool: KvPool, rows: Rows) -> None:
+        self._pool, self._blocks, self._tables = pool, pool.draft_states, rows.state_tables
+
+    @property
+    def max_drafts(self) -> int:
+        """Of all rows in a pass."""
+        return len(self._blocks)
+
+    def add_checkpoints(self, drafted: DraftedBatch) -> DraftedBatch:
+        """The batch with checkpoints after all tokens that drafts follow."""
+        precede, of_step = drafted.precede_drafts, drafted.checkpoints
+        rows, ends = drafted.batch.samples[precede, 0], drafted.batch.ends[drafted.places[precede]]
+        added = np.column_stack((rows, ends, self._blocks[: len(rows)])).astype(np.int32)
+        if len(of_step):
+            index, same = np.nonzero((added[:, None, :2] == of_step[:, :2]).all(-1))
+            added[index] = of_step[same]
+            of_step = np.delete(of_step, same, axis=0)
+        return replace(drafted, checkpoints=np.concatenate((added, of_step)))
+
+    def take_back(self, drafted: DraftedBatch, num_tokens: NDArray[np.integer]) -> None:
+        """Gives each row whose drafts were not all right its state after the last right one.
+
+        Args:
+            drafted: from `add_checkpoints`, when the pass has run.
+            num_tokens: the number of tokens that each sample of the step got.
+        """
+        wrong = np.flatnonzero((drafted.num_drafts > 0) & (num_tokens <= drafted.num_drafts))
+        if not len(wrong):
+            return
+        draws = np.flatnonzero(drafted.within == 0)[wrong] + np.maximum(num_tokens[wrong] - 1, 0)
+        lines = drafted.checkpoints[np.cumsum(drafted.precede_drafts)[draws] - 1]
+        pairs = np.stack((lines[:, 2:], self._tables[lines[:, 0]]), axis=-1).reshape(-1, 2)
+        ops.copy_blocks(self._pool.gpu, torch.from_numpy(pairs.astype(np.int64)))
+
+
 class Drafts:
     """Tracks the number of tokens of each row, which the scheduler may not know yet, and drafts the next tokens."""
 
@@ -138,6 +196,7 @@ class Drafts:
         forced: Callable[[Sequence[int]], Mapping[int, Sequence[int]]],
         limits: WorkerLimits,
         model: DraftModel | None = None,
+        states: DraftStates | None = None,
     ) -> None:
         """
         Args:
@@ -145,6 +204,7 @@ class Drafts:
             drafter: None for no drafts.
             forced: returns the forced next tokens of these constrained rows; omits rows without forced tokens.
             model: guesses for the rows that the drafter has no guess for.
+            states: of drafted rows, if layers keep them.
         """
         self.choice: PayingDrafts | None = None
         """Set before the first step that may have drafts."""
@@ -154,9 +214,10 @@ class Drafts:
         self._token_ids = rows.token_ids.numpy()
         self._num_tokens = np.zeros(len(self._token_ids), np.int64)
         self._drafter = drafter
-        self._model = model
+        self._model, self._states = model, states
         self._forced = forced
-        self._max_drafts, self._max_verified = limits.max_drafts, limits.max_verified
+        self._max_drafts = limits.max_drafts
+        self._max_verified = limits.max_verified if states is None else min(limits.max_verified, states.max_drafts)
         # The guesses of the current pass, until it has run.
         self._guessed: _Guessed | None = None
         self._scopes: dict[int, bytes] = {}
@@ -207,9 +268,9 @@ class Drafts:
         self.looked_in_vain &= not has_drafts
         return has_drafts
 
-    def expand(self, batch: Batch) -> DraftedBatch:
+    def expand(self, batch: Batch, checkpoints: Int32Array) -> DraftedBatch:
         """Moves rows that sample to their real positions, which the scheduler may not know, and adds an entry for each
-        draft. `begin_pass` has written the drafts to the rows."""
+        draft. `begin_pass` has written the drafts to the rows. `checkpoints` are those of the step."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()
@@ -231,7 +292,8 @@ class Drafts:
                 batch.samples.repeat(num_draws, axis=0),
             )
         inputs = self._token_ids[expanded.rows, expanded.ends - 1][places]
-        return DraftedBatch(expanded, places, within, inputs, num_drafts)
+        drafted = DraftedBatch(expanded, places, within, inputs, num_drafts, checkpoints)
+        return drafted if self._states is None or not num_drafts.any() else self._states.add_checkpoints(drafted)
 
     def record_draws(
         self, batch: Batch, drafted: DraftedBatch, drawn: Drawn, columns: SamplingColumns, *, is_first: bool
@@ -248,6 +310,8 @@ class Drafts:
                 are_kept &= is_usable
             num_tokens = np.add.reduceat(are_kept, np.flatnonzero(drafted.within == 0), dtype=np.int32)
             kept = Kept(np.flatnonzero(are_kept), num_tokens, drafted.num_drafts)
+        if self._states is not None and drafted.num_drafts.any():
+            self._states.take_back(drafted, num_tokens)
         self._compare(drawn.token_ids.numpy()[drafted.within == 0], num_tokens)
         # Rows that report candidates, as for a beam search, draw no token.
         draws = self._rows.sampling.num_candidates[samplers] == 0

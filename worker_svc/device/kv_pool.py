@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.host_memory import collapse, lazy_zeros, populate, release
@@ -75,7 +77,9 @@ class KvPool:
     host: tuple[Tensor, ...]
     padding_block: int | None = None
     """The first of the extra blocks of `gpu` that no sequence has, for what is computed and not kept: one block for
-    tokens; if layers keep states, the blocks of a state more."""
+    tokens; if layers keep states, the blocks of a state more, and then those of `num_draft_states` states."""
+    num_draft_states: int = 0
+    """The states after drafts that a pass may keep until it is known which drafts are right."""
     seals: SealInventory | None = None
     """The inventory next to the blocks in their file; None if no block is final at first."""
     is_released: threading.Event = field(default_factory=threading.Event)
@@ -97,6 +101,13 @@ class KvPool:
         """The blocks of states of `count` rows of the first steps, whose results do not matter. Neighbours differ."""
         size, first = self.geometry.state_blocks, self.padding_block or 0
         return [list(range(first + row % 2, first + row % 2 + size)) for row in range(count)]
+
+    @property
+    def draft_states(self) -> NDArray[np.int32]:
+        """[num_draft_states, state_blocks], the blocks of these states."""
+        size = self.geometry.state_blocks
+        first = (self.padding_block or 0) + 1 + size
+        return np.arange(first, first + self.num_draft_states * size, dtype=np.int32).reshape(-1, size)
 
     def of_draft_model(self) -> "KvPool":
         """The layers of its draft model, as a pool of the same blocks."""
@@ -155,6 +166,8 @@ class PoolRequest:
     """Bytes of this machine that pools may take; None if unknown."""
     cut: LayerCut | None = None
     """None keeps all layers in one group."""
+    num_state_blocks: int = 0
+    """Blocks for states and checkpoints of all rows, which the default pool of a CPU has in addition."""
 
 
 def block_bytes(
@@ -193,7 +206,8 @@ def num_gpu_blocks(request: PoolRequest, bytes_per_block: int, available_bytes: 
         advice = "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
         memory, maximum = available_bytes, None
     else:
-        memory, maximum, advice = _half_at_most(CPU_POOL_BYTES, request.host_memory), request.max_useful_blocks, None
+        by_default = CPU_POOL_BYTES + request.num_state_blocks * bytes_per_block
+        memory, maximum, advice = _half_at_most(by_default, request.host_memory), request.max_useful_blocks, None
     count = max(memory, 0) // bytes_per_block - request.num_padding_blocks
     if count < 1:
         raise ConfigurationError(
@@ -297,6 +311,7 @@ def allocate_pool(
     dtype: torch.dtype,
     *,
     with_padding: bool = False,
+    num_draft_states: int = 0,
     place: PoolFile | None = None,
     layers: Sequence[CacheLayer] | None = None,
     draft_model: CausalLM | None = None,
@@ -308,6 +323,7 @@ def allocate_pool(
     Args:
         dtype: of keys and values.
         with_padding: adds blocks on the device for what is computed and not kept.
+        num_draft_states: as `KvPool` has them, with padding.
         place: file of a pool on the CPU that may hold blocks already. Without one it is private memory.
         layers: `LayerCut.slots`; None if all have the heads of the geometry.
         draft_model: has further layers.
@@ -315,7 +331,7 @@ def allocate_pool(
     Raises:
         ConfigurationError: there is not enough memory.
     """
-    num_padding = 1 + geometry.state_blocks if with_padding else 0
+    num_padding = 1 + geometry.state_blocks * (1 + num_draft_states) if with_padding else 0
     gpu_shapes, host_shapes = (
         _layer_shapes(geometry, num_blocks, dtype, layers, draft_model)
         for num_blocks in (geometry.num_gpu_blocks + num_padding, geometry.num_host_blocks)
@@ -336,7 +352,11 @@ def allocate_pool(
             f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
             f"on the host take {shown_bytes(total)}"
         ) from error
-    return KvPool(geometry, gpu, host, geometry.num_gpu_blocks if with_padding else None, seals)
+    if seals is not None:
+        # An earlier start may have had fewer of these blocks, and sequences there.
+        seals.begin_write(np.arange(geometry.num_gpu_blocks, geometry.num_gpu_blocks + num_padding), 0)
+    padding_block = geometry.num_gpu_blocks if with_padding else None
+    return KvPool(geometry, gpu, host, padding_block, num_draft_states, seals)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

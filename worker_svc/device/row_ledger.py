@@ -252,7 +252,8 @@ class RowLedger:
 
     def _check_states(self, batch: Batch, checkpoints: Int32Array, reach: NDArray[np.int64]) -> None:
         """Checks that no token would be computed together with the token before it, which would count twice in the
-        state, and that the batch computes the last token of each checkpoint."""
+        state, and that the batch computes the last token of each checkpoint, or might have, if more drafts of earlier
+        steps had been right."""
         rows, computed = batch.rows, batch.num_computed_tokens
         is_lone = (batch.num_new_tokens == 1) & (computed > 0) & (computed < self._num_prompt_tokens[rows])
         if (worst := first_true(is_lone)) is not None:
@@ -265,7 +266,7 @@ class RowLedger:
             return
         of_rows, lengths = checkpoints[:, 0], checkpoints[:, 1]
         firsts, lasts = np.zeros_like(self._num_tokens), np.zeros_like(self._num_tokens)
-        firsts[rows], lasts[rows] = computed, reach
+        firsts[rows], lasts[rows] = computed, reach + self._num_drafts[rows]
         if (worst := first_true((lengths <= firsts[of_rows]) | (lengths > lasts[of_rows]))) is not None:
             raise invalid_field(
                 "checkpoints",

@@ -20,7 +20,7 @@ from quire.runtime.failpoint import failpoint
 from worker_svc.device.block_moves import BlockMoves
 from worker_svc.device.draft_choice import PayingDrafts
 from worker_svc.device.draft_model import DraftModel
-from worker_svc.device.draft_verification import Drafts, Kept
+from worker_svc.device.draft_verification import Drafts, DraftStates, Kept
 from worker_svc.device.flat_batch import (
     SamplePlan,
     build_model_input,
@@ -298,7 +298,8 @@ class ModelRunner:
             length = geometry.max_model_len
             self._draft_model = DraftModel(draft_model, pool, self._rows, model.vocab_size, length, limits)
         if limits.max_drafts or limits.max_passes > 1:
-            drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model)
+            states = DraftStates(pool, self._rows) if state_blocks else None
+            drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model, states)
         self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
         self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
         self._failed_prompts = FailedPrompts()
@@ -464,10 +465,10 @@ class ModelRunner:
 
     def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "tuple[_Pass, HostCopy]":
         """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
-        drafted, asked = None, batch
+        drafted, asked, checkpoints = None, batch, self._checkpoints
         if self._drafts is not None:
-            drafted = self._drafts.expand(batch)
-            batch = drafted.batch
+            drafted = self._drafts.expand(batch, checkpoints)
+            batch, checkpoints = drafted.batch, drafted.checkpoints
         of_model = batch
         places = None if drafted is None else drafted.places
         lone: NDArray[np.bool_] | None = None
@@ -485,9 +486,9 @@ class ModelRunner:
         logits = finite = prompts = prompt_logprobs = None
         if len(batch.rows) and lone is None and self._run_decodes is not None and samples_every_token(batch):
             # No token is within its prompt, so none has prompt log probabilities.
-            logits = self._run_decodes(self._model_input(batch))
+            logits = self._run_decodes(self._model_input(batch, checkpoints))
         elif len(batch.rows):
-            hidden = self._forward(batch, lone)
+            hidden = self._forward(batch, lone, checkpoints)
             finite = finite_tokens(batch, hidden)
             prompts = plan_prompt_logprobs(batch, self._rows.sampling)
             if prompts is not None:
@@ -526,13 +527,13 @@ class ModelRunner:
             self._matchers.record_draws(rows, copy.token_ids)
         return _Pass(batch, rows, columns, drawn, kept, prompts), copy
 
-    def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None) -> torch.Tensor:
+    def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None, checkpoints: Int32Array) -> torch.Tensor:
         """Hidden states of the batch's tokens and of padding after them. `lone` comes from `find_lone_tokens`."""
         if lone is not None:
             return self._forward_pairs(batch, lone)
         graphs = self._graphs
         if graphs is None or (shape := graphs.shape_for(batch)) is None:
-            return self._run_model(self._model_input(batch))
+            return self._run_model(self._model_input(batch, checkpoints))
         return graphs.run(shape, self._model_input(pad_batch(batch, shape.num_rows, self._padding_row)))
 
     def _forward_pairs(self, batch: Batch, lone: NDArray[np.bool_]) -> torch.Tensor:
@@ -549,9 +550,8 @@ class ModelRunner:
             group.slot_mapping.numpy()[firsts] = block * size + np.arange(len(firsts)) % size
         return self._run_model(inputs)[torch.from_numpy(np.delete(np.arange(new.sum()), firsts))]
 
-    def _model_input(self, batch: Batch) -> ModelInput:
-        block_size = self._pool.geometry.block_size
-        return build_model_input(batch, self._rows, self._caches, block_size, self._checkpoints)
+    def _model_input(self, batch: Batch, checkpoints: Int32Array | None = None) -> ModelInput:
+        return build_model_input(batch, self._rows, self._caches, self._pool.geometry.block_size, checkpoints)
 
     def _change_logits(
         self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns, masks: Masks | None

@@ -25,6 +25,11 @@ class StateSize:
     num_units: int
     unit_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all units."""
+        return self.num_units * self.unit_bytes
+
     def num_blocks(self, block_bytes: int) -> int:
         """The blocks that hold a state; a block holds at least a unit."""
         return -(-self.num_units // (block_bytes // self.unit_bytes))

@@ -1,13 +1,18 @@
 """Cost models fitted to traces: a made-up worker's costs are found again, and bad files are refused in one line."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from quire.runtime.settings import load_settings
+from quire_cli.simulate import SimulateFlags
 from scheduler_svc.core.step import StepWork
 from simulator.measured import Measured, Trace, non_negative_least_squares
+from tests.support import step_traces
 from tests.support.step_traces import IDLE_S, make_plan, true_seconds, write_trace
 
 SIZES = {"num_blocks": 64, "block_size": 16, "max_num_seqs": 8, "max_num_batched_tokens": 64}
@@ -33,6 +38,16 @@ def test_the_costs_of_a_worker_are_found_again(tmp_path: Path) -> None:
         plan = make_plan(1, np.ones(num_rows, np.int64), np.full(num_rows, 200))
         work = StepWork.of(plan)
         assert fitted.seconds(work).device == pytest.approx(true_seconds(work), rel=0.03)
+
+
+def test_a_trace_has_the_groups_and_states_of_its_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_traces, "CONFIG", replace(step_traces.CONFIG, state_blocks=3))
+    path = write_trace(tmp_path / "steps.json", 400)
+    flags = load_settings(SimulateFlags, ["--cost-trace", str(path)], {}, program="simulate")
+    assert flags.replica().config.state_blocks == 3
+    path.write_text(re.sub(r'("state_blocks": ?)3', r"\1-3", path.read_text()))
+    with pytest.raises(ValueError, match="the replica's state_blocks is -3; it must be a whole number from 0 on"):
+        Trace.read(path)
 
 
 def test_a_trace_that_was_cut_off_is_read_up_to_the_cut(tmp_path: Path) -> None:

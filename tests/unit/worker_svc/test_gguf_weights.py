@@ -459,7 +459,11 @@ CODED_STATES: dict[str, dict[str, Any]] = {
     "qwen3.5": {"linear_key_head_dim": 64, "linear_value_head_dim": 128},
     # Heads of value are whole groups of codes.
     "qwen3.5-wide": {"linear_key_head_dim": 64, "linear_value_head_dim": 256},
-    "qwen3-next-moe": {"linear_value_head_dim": 64, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256},
+    "qwen3-next-moe": {
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+    },
     "lfm2": {},
     "granite-hybrid": {"shared_intermediate_size": 256, "mamba_proj_bias": False},
 }
@@ -470,7 +474,7 @@ def test_weights_of_layers_that_keep_a_state_are_multiplied_as_the_file_has_them
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but routers and columns of values in another order that are no whole groups."""
-    sizes = CODED_SIZES | {"head_dim": 64} | CODED_STATES[family]
+    sizes: dict[str, Any] = CODED_SIZES | {"head_dim": 64} | CODED_STATES[family]
     make_model(tmp_path / "model", WITH_STATES[family.removesuffix("-wide")], **sizes)
     file = write_gguf(tmp_path / "m.gguf", tmp_path / "model", quantization=code_as_a_mix)
     model = load_model(file, device=torch.device("cpu"), dtype=torch.bfloat16)

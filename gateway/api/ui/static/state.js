@@ -14,10 +14,10 @@ export function* rows(flat, width) {
 }
 
 // Sequences with their block tables, the names of blocks, and pins. A table has an entry for each group of layers and
-// logical block, and the entry `blank` for blocks that no layer reads; `state` are the blocks of the sequence's state, if
-// layers keep states. `refs`, `owners`, `places` and `groups` are derived: number of tables, states and pins that hold a
-// block, the first sequence that holds it (0: none), the block's logical index there, and its group. The blocks of a
-// state are further groups.
+// logical block, and the entry `blank` for blocks that no layer reads; `state` are the blocks of the sequence's state,
+// if layers keep states. `refs`, `owners`, `places` and `groups` are derived: number of tables, states and pins that
+// hold a block, the first sequence that holds it (0: none), the block's logical index there, and its group. The blocks
+// of a state are further groups.
 export class Memory {
   constructor() {
     this.shape = {
@@ -40,12 +40,14 @@ export class Memory {
         numBlocks: numbers.num_blocks, numHostBlocks: numbers.num_host_blocks, blockSize: numbers.block_size,
         blockBytes: numbers.block_bytes ?? 0, window: numbers.window ?? 0, numFull: numbers.full_groups ?? 1,
         numGroups: Math.max(1, (numbers.full_groups ?? 1) + (numbers.windowed_groups ?? 0)),
-        numStates: numbers.state_blocks ?? 0, blank: numbers.blank_block ?? null, blankOnHost: numbers.blank_host_block ?? null,
+        numStates: numbers.state_blocks ?? 0, blank: numbers.blank_block ?? null,
+        blankOnHost: numbers.blank_host_block ?? null,
       };
     }
     for (const number of memory.gone) this.sequences.delete(number);
     for (const each of memory.sequences) {
-      this.sequences.set(each.number, { ...each, status: STATUS.waiting, tokens: 0, computed: 0, table: [], state: [] });
+      const fresh = { status: STATUS.waiting, tokens: 0, computed: 0, table: [], state: [] };
+      this.sequences.set(each.number, { ...each, ...fresh });
     }
     for (const [number, status, tokens, computed] of rows(memory.progress, 4)) {
       // A new object, since copies of this memory share unchanged objects.
