@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_COLUMNS, _FLOAT_BYTES, _ALIGNMENT = 16, 4, 64
-"""Columns of a tile, bytes of an element, and the alignment of blocks, as in `kernels.states` and the worker's pool."""
+_COLUMNS, _FLOAT_BYTES, _ALIGNMENT, _BLOCKS_OF_STATE = 16, 4, 64, 256
+"""Columns of a tile, bytes of an element, the alignment of blocks, and the most blocks of a state without attention, as
+in `kernels.states` and the worker's pool."""
 
 _STATES = ("linear_attention", "conv", "mamba")
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
@@ -43,8 +44,10 @@ class StateSizes:
         return self.num_layers * sum(-(-count // most) for (count, _), most in zip(self.tiles, per_unit, strict=True))
 
     def block_bytes(self, bytes_of_tokens: int) -> int:
-        """Bytes of a block: of its tokens in the layers of attention, or of a unit if that is larger."""
-        return -(-max(bytes_of_tokens, self.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
+        """Bytes of a block: of its tokens in the layers of attention, or of a unit if that is larger. Without such
+        layers a block is a part of a state."""
+        least = bytes_of_tokens or -(-self.num_units // _BLOCKS_OF_STATE) * self.unit_bytes
+        return -(-max(least, self.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
 
     def num_blocks(self, block_bytes: int) -> int:
         """Blocks that hold a state."""
@@ -71,15 +74,52 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
     types = config.get("layer_types") or config.get("layers_block_type")
     is_mamba, inner, heads, lines, groups, taps = False, 0, 0, 0, 1, 4
     match architecture:
-        case "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM" | "Qwen3NextForCausalLM":
+        case "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM" | "Qwen3NextForCausalLM" | "OlmoHybridForCausalLM":
             every = number("full_attention_interval", 4)
             types = types or [_STATES[0] if (index + 1) % every else "attention" for index in range(count)]
-            key_heads, heads = number("linear_num_key_heads", 16), number("linear_num_value_heads", 32)
-            lines, columns = number("linear_key_head_dim", 128), number("linear_value_head_dim", 128)
+            if architecture == "OlmoHybridForCausalLM":
+                attending = number("num_attention_heads", 30)
+                key_heads = number("linear_num_key_heads", attending)
+                heads, lines = number("linear_num_value_heads", attending), int(0.75 * hidden / key_heads)
+                lines = number("linear_key_head_dim", lines)
+                columns = number("linear_value_head_dim", 2 * lines)
+            else:
+                key_heads, heads = number("linear_num_key_heads", 16), number("linear_num_value_heads", 32)
+                lines, columns = number("linear_key_head_dim", 128), number("linear_value_head_dim", 128)
             channels, inner = 2 * key_heads * lines + heads * columns, heads * columns
             parts = _conv(channels, number("linear_conv_kernel_dim", 4)), (heads * -(-columns // _COLUMNS), lines)
             parameters = hidden * (channels + 2 * inner + 2 * heads)
             return _sizes(types, parts, parameters, "delta rule")
+        case "KimiLinearForCausalLM":
+            section = config.get("linear_attn_config") or {}
+            heads = section.get("num_heads") or number("linear_num_heads", 32)
+            lines = section.get("head_dim") or number("linear_head_dim", 128)
+            taps = section.get("short_conv_kernel_size") or number("linear_conv_kernel_dim", 4)
+            attending = section.get("full_attn_layers") or range(5, count + 1, 4)
+            types = types or ["attention" if index + 1 in attending else _STATES[0] for index in range(count)]
+            inner = heads * lines
+            parts = _conv(3 * inner, taps), (heads * -(-lines // _COLUMNS), lines)
+            parameters = hidden * (4 * inner + 2 * lines + heads) + 2 * lines * inner
+            return _sizes(types, parts, parameters, "delta rule")
+        case "JambaForCausalLM" | "MambaForCausalLM" | "FalconMambaForCausalLM":
+            is_jamba = architecture == "JambaForCausalLM"
+            names = "mamba_d_state", "mamba_d_conv", "mamba_dt_rank"
+            lines, taps, rank = names if is_jamba else ("state_size", "conv_kernel", "time_step_rank")
+            lines, taps = number(lines, 16), number(taps, 4)
+            rank = -(-hidden // 16) if config.get(rank, "auto") == "auto" else number(rank)
+            types = ["mamba"] * count
+            if is_jamba:
+                inner = number("mamba_expand", 2) * hidden
+                first, every = config.get("attn_layer_offset", 4), number("attn_layer_period", 8)
+                types = ["attention" if index % every == first else "mamba" for index in range(count)]
+            else:
+                inner = number("intermediate_size", int(config.get("expand", 2) * hidden))
+            parts = _conv(inner, taps), (-(-inner // _COLUMNS), lines)
+            return _sizes(types, parts, 3 * hidden * inner + 2 * inner * (rank + lines), "Mamba")
+        case "Mamba2ForCausalLM":
+            types = ["mamba"] * count
+            heads, columns, groups = number("num_heads", 128), number("head_dim", 64), number("n_groups", 8)
+            inner, lines, taps = heads * columns, number("state_size", 128), number("conv_kernel", 4)
         case "Lfm2ForCausalLM" | "Lfm2MoeForCausalLM":
             attending = config.get("full_attn_idxs")
             attending = range(count) if attending is None else attending

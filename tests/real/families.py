@@ -194,9 +194,7 @@ _PLACES = "it does not count positions from 0"
 
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
-        *("bailing_hybrid", "deepseek_v4", "falcon_mamba", "inkling2_text"),
-        *("inkling_text", "jamba", "lfm3", "mamba", "mamba2", "minimax"),
-        "qwen4_exp_text",
+        *("bailing_hybrid", "deepseek_v4", "inkling2_text", "inkling_text", "lfm3", "minimax", "qwen4_exp_text"),
         *("recurrent_gemma", "zamba", "zamba2", "zaya"),
     ),
     _NOT_COUNTED: (

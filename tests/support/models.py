@@ -499,6 +499,17 @@ _DELTA_RULE = {
 
 _NO_BASE = {"rope_type": "default", "rope_theta": None}
 
+_JAMBA = {
+    "num_hidden_layers": 3,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "mamba_dt_rank": 32,
+    "mamba_d_state": 16,
+    "mamba_proj_bias": True,
+}
+_MAMBA = {"num_hidden_layers": 2, "state_size": 16, "time_step_rank": 32, "intermediate_size": 128}
+
 _MAMBA_2 = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -517,6 +528,31 @@ STATES: dict[str, Family] = {
         "OlmoHybrid",
         {**{name: value for name, value in _DELTA_RULE.items() if name != "head_dim"}, "rope_parameters": _NO_BASE},
         num_calls=1,
+    ),
+    "kimi-linear": Family(
+        "KimiLinear",
+        {
+            **WIDE_LATENT,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 32,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 48,
+            "num_experts": 4,
+            "num_experts_per_token": 2,
+            "num_shared_experts": 1,
+            "num_expert_group": 1,
+        },
+        num_calls=1,
+    ),
+    "jamba": Family("Jamba", _JAMBA, num_calls=1),
+    # No layer attends.
+    "mamba": Family("Mamba", _MAMBA, num_calls=0),
+    "falcon-mamba": Family("FalconMamba", {**_MAMBA, "use_bias": True}, num_calls=0),
+    "mamba-2": Family(
+        "Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "use_conv_bias": False}, num_calls=0
     ),
     "granite-hybrid": Family(
         "GraniteMoeHybrid",

@@ -3,6 +3,9 @@
 A block of tokens has the keys and values of each layer of attention, one layer after the other. A block of a state has
 units of equal bytes, as `kernels.states` describes. Both are bytes of the same tensor, `[1, num_blocks, 1, 1, width]`
 of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
+
+If no layer attends, blocks of tokens hold nothing: they only name the tokens, as the scheduler counts them. A block is
+a small part of a state then. So 16 tokens take a 256th of the state of a sequence.
 """
 
 from collections.abc import Sequence
@@ -14,11 +17,15 @@ from worker_svc.layers.state_layer import StateSize
 
 _ALIGNMENT = 64
 """Blocks begin at cache lines."""
+_BLOCKS_OF_STATE = 256
+"""The blocks of a state, at most, if blocks of tokens hold nothing. More of them would make steps slower, and fewer
+would take more memory for tokens."""
 
 
 def arena_block_bytes(bytes_of_tokens: int, state: StateSize) -> int:
     """Bytes of a block, which holds tokens or at least a unit of a state."""
-    return -(-max(bytes_of_tokens, state.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
+    least = bytes_of_tokens or -(-state.num_units // _BLOCKS_OF_STATE) * state.unit_bytes
+    return -(-max(least, state.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 def arena_shape(num_blocks: int, block_bytes: int, dtype: torch.dtype) -> tuple[int, ...]:

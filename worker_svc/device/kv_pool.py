@@ -135,7 +135,8 @@ class KvPool:
         if not layers:
             return
         # A layer has all keys, then all values, or only latents.
-        largest = max(self.gpu[: self.geometry.num_layers], key=lambda layer: layer.nbytes)
+        of_model = self.gpu[: max(self.geometry.num_layers, 1)]
+        largest = max(of_model, key=lambda layer: layer.nbytes)
         num_lines, num_blocks = largest.shape[:2]
         half = largest.nbytes // num_lines
         fill = populate if self.seals is None else _populate_and_collapse

@@ -144,13 +144,13 @@ class CausalLM(nn.Module):
 
     @property
     def num_kv_heads(self) -> int:
-        """The maximum of all layers, on this rank."""
-        return max(layer.num_kv_heads for layer in self.cache_layers)
+        """The maximum of all layers, on this rank; 0 if no layer has keys."""
+        return max((layer.num_kv_heads for layer in self.cache_layers), default=0)
 
     @property
     def head_dim(self) -> int:
-        """The maximum of all layers."""
-        return max(layer.head_dim for layer in self.cache_layers)
+        """The maximum of all layers; 0 if no layer has keys."""
+        return max((layer.head_dim for layer in self.cache_layers), default=0)
 
     @abstractmethod
     def forward(self, inputs: ModelInput) -> torch.Tensor:

@@ -663,16 +663,15 @@ def _rotations(config: DecoderConfig, placement: Placement) -> list[Rotation | N
         steps = torch.arange(num_positions, device=table.device) // growth[1]
         return Rotation(table, table * (1 + growth[0] * (1 + steps).log())[:, None])
 
-    def no_rotation() -> Rotation | None:
-        """Latent attention turns a part of its lines by nothing then."""
-        if config.latent is None:
-            return None
-        half = config.rope.head_dim // 2
-        turns = torch.tensor([1.0] * half + [0.0] * half, device=placement.device)
-        return Rotation(turns.repeat(num_positions, 1))
-
-    usual, unrotated = rotation(config.rope), no_rotation()
+    num_unrotated = len(config.unrotated_layers)
+    usual = rotation(config.rope) if num_unrotated < config.num_layers else None
     sliding = usual if config.sliding_rope is None else rotation(config.sliding_rope)
+    unrotated = None
+    if num_unrotated and config.latent is not None:
+        # Latent attention turns a part of its lines: by nothing here.
+        half = config.latent.rotated_dim // 2
+        turns = torch.tensor([1.0] * half + [0.0] * half, device=placement.device)
+        unrotated = Rotation(turns.repeat(num_positions, 1))
     return [
         unrotated if index in config.unrotated_layers else usual if window is None else sliding
         for index, window in enumerate(config.sliding_windows)

@@ -1,12 +1,13 @@
 """The table of the families whose layers keep a state of fixed size instead of keys, with rows as in `families`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from worker_svc.layers.delta_rule import DeltaInputs, DeltaRuleConfig
 from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.layers.kimi_delta import KimiDeltaConfig
+from worker_svc.layers.mamba import MambaConfig, MambaNorms
 from worker_svc.layers.mamba2 import Mamba2Config
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
@@ -24,6 +25,7 @@ from worker_svc.models.family_parts import (
     Values,
     deepseek_experts,
     dense_layers_by_types,
+    experts,
     flag,
     integer,
     mixtral_experts,
@@ -34,6 +36,12 @@ from worker_svc.models.family_parts import (
 WITH_STATES = Families()
 _STATES = ("linear_attention", "conv", "mamba")
 _ATTENTION = ("full_attention", "attention")
+
+_BACKBONE = {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+}
 
 IsState = Callable[[ConfigFields, DecoderConfig, int], bool]
 
@@ -450,6 +458,139 @@ WITH_STATES.add(
 )
 
 
+# The fields of the size of states, the taps, the rank of time steps, and the biases of convolution and other layers.
+_MAMBA_FIELDS = ("state_size", "conv_kernel", "time_step_rank", "use_conv_bias", "use_bias")
+_JAMBA_FIELDS = ("mamba_d_state", "mamba_d_conv", "mamba_dt_rank", "mamba_conv_bias", "mamba_proj_bias")
+
+
+def mamba(module: str, names: Sequence[str], **parts: Any) -> Any:
+    """A reader of the sizes of Mamba's layers by these names of fields. `parts` are of `MambaConfig`."""
+    state_dim, taps, rank, taps_bias, bias = names
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> MambaConfig:
+        is_auto = fields.values.get(rank, "auto") == "auto"
+        read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
+        return MambaConfig(
+            **{
+                "module": module,
+                "state_dim": fields.integer(state_dim, 16),
+                "step_rank": -(-config.hidden_size // 16) if is_auto else fields.integer(rank),
+                "num_taps": fields.integer(taps, 4, minimum=2),
+                "activation": config.activation,
+                "norm_eps": config.norm_eps,
+                "taps_bias": fields.flag(taps_bias, True),
+                "bias": fields.flag(bias, False),
+                **read,
+            }
+        )
+
+    return read
+
+
+def _in_period(name: str) -> Callable[[ConfigFields, DecoderConfig], frozenset[int]]:
+    """A reader of the layers that the fields of a period and of an offset name."""
+
+    def read(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+        period, offset = fields.integer(f"{name}_layer_period"), fields.integer(f"{name}_layer_offset", minimum=0)
+        return frozenset(index for index in range(config.num_layers) if index % period == offset)
+
+    return read
+
+
+def _jamba_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
+    sparse = _in_period("expert")(fields, config)
+    if fields.integer("num_experts") == 1 or not sparse:
+        return None
+    dense = frozenset(range(config.num_layers)) - sparse
+    return experts(module="feed_forward", router="router", normalized=False, dense_layers=dense)(fields, config)
+
+
+# Layers of Mamba, some with attention without rotation, and experts in some.
+WITH_STATES.add(
+    "JambaForCausalLM",
+    {
+        "attn_layer_period": 8,
+        "attn_layer_offset": 4,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 16,
+        "num_experts_per_tok": 2,
+    },
+    fixed=NO_BIASES,
+    mlp_norm="pre_ff_layernorm",
+    mlp_module="feed_forward",
+    final_norm="final_layernorm",
+    unrotated_layers=lambda _, config: frozenset(range(config.num_layers)),
+    experts=_jamba_experts,
+    state=mamba(
+        "mamba",
+        _JAMBA_FIELDS,
+        inner_size=lambda fields, config: fields.integer("mamba_expand", 2) * config.hidden_size,
+        norms=MambaNorms.WITH_WEIGHTS,
+    ),
+    state_layers=state_layers(lambda fields, config, index: index not in _in_period("attn")(fields, config)),
+)
+
+
+def _all_layers(_: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    return frozenset(range(config.num_layers))
+
+
+def _mamba_inner_size(fields: ConfigFields, config: DecoderConfig) -> int:
+    return fields.integer("intermediate_size", int(fields.number("expand", 2) * config.hidden_size))
+
+
+# Layers of Mamba, without attention and without MLPs.
+_MAMBA = WITH_STATES.add(
+    "MambaForCausalLM",
+    fixed={**NO_BIASES, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2},
+    renamed=_BACKBONE,
+    norm_eps=number("layer_norm_epsilon", 1e-5),
+    attention_norm="norm",
+    layers_without_mlp=_all_layers,
+    unrotated_layers=_all_layers,
+    state=mamba("mixer", _MAMBA_FIELDS, inner_size=_mamba_inner_size),
+    state_layers=_all_layers,
+)
+
+# Mamba with norms of time steps, B and C.
+WITH_STATES.add(
+    "FalconMambaForCausalLM",
+    like=_MAMBA,
+    state=mamba(
+        "mixer",
+        _MAMBA_FIELDS,
+        inner_size=_mamba_inner_size,
+        norms=MambaNorms.WITHOUT_WEIGHTS,
+        norm_eps=number("mixer_rms_eps", 1e-6),
+    ),
+)
+
+
+def _only_mamba2(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+    num_heads, head_dim = fields.integer("num_heads", 128), fields.integer("head_dim", 64)
+    num_groups = fields.integer("n_groups", 8)
+    if num_heads % num_groups:
+        raise fields.error("n_groups", num_groups, f"a divisor of the {num_heads} heads")
+    return Mamba2Config(
+        module="mixer",
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=num_groups,
+        state_dim=fields.integer("state_size", 128),
+        num_taps=fields.integer("conv_kernel", 4, minimum=2),
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+        taps_bias=fields.flag("use_conv_bias", True),
+        bias=fields.flag("use_bias", False),
+        norm_group=num_heads * head_dim // num_groups,
+        **step_limits(fields, "time_step_limit"),
+    )
+
+
+# The same of Mamba 2.
+WITH_STATES.add("Mamba2ForCausalLM", like=_MAMBA, state=_only_mamba2)
+
 _BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 
 
@@ -520,11 +661,7 @@ WITH_STATES.add(
         "hidden_act": lambda fields: fields.text("mlp_hidden_act", "relu2"),
         "layer_types": None,
     },
-    renamed={
-        "backbone.embeddings.": "model.embed_tokens.",
-        "backbone.norm_f.": "model.norm.",
-        "backbone.": "model.",
-    },
+    renamed=_BACKBONE,
     norm_eps=number("layer_norm_epsilon", 1e-5),
     attention_norm="norm",
     mlp_norm="norm",

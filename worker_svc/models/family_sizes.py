@@ -72,6 +72,10 @@ OlmoHybridForCausalLM     100352   3840     -      -    30  -    -     65536    
 KimiLinearForCausalLM     163840   2304  9216     27     - 32    -   1048576      1e-5          -    -      - 1024   -
 Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -
 Lfm2MoeForCausalLM         65536   2048  7168     32    32  8    -    128000         -        1e6 true      - 1792   4
+JambaForCausalLM           65536      - 14336      -     -  8    -    262144         -          -    -      -    -   2
+MambaForCausalLM           50280    768     -      -     -  -    -    131072         -          - true      -    -   -
+FalconMambaForCausalLM     50280    768     -      -     -  -    -    131072         -          - true      -    -   -
+Mamba2ForCausalLM          32768      -     -     64     -  -    -    131072         -          -    -      -    -   -
 NemotronHForCausalLM      131072      - 21504      -     -  8  128      4096         -          -    -      - 7688   2
 FalconH1ForCausalLM       128000      - 14336      -     -  8    -      8192      1e-5          -    -      -    -   -
 BambaForCausalLM          128000      - 14336      -     -  8    -    262144      1e-5          -    -      -    -   -

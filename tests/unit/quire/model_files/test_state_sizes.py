@@ -15,6 +15,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": {"head_dim": 256, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 3},
     "Qwen3_5MoeForCausalLM": {"head_dim": 256, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "Qwen3NextForCausalLM": {"head_dim": 256, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "OlmoHybridForCausalLM": {"linear_num_value_heads": 32},
+    "KimiLinearForCausalLM": {
+        "linear_attn_config": {
+            "full_attn_layers": [4, 8],
+            "num_heads": 8,
+            "head_dim": 64,
+            "short_conv_kernel_size": 3,
+        },
+        "moe_intermediate_size": 64,
+    },
+    "JambaForCausalLM": {"mamba_d_state": 32, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "MambaForCausalLM": {"state_size": 8},
+    "FalconMambaForCausalLM": {"conv_kernel": 3},
+    "Mamba2ForCausalLM": {"n_groups": 2, "num_heads": 64, "head_dim": 64},
     "Lfm2ForCausalLM": {"full_attn_idxs": [2, 5], "conv_L_cache": 4},
     "Lfm2MoeForCausalLM": {
         "layer_types": ["conv", "full_attention"] * 4,
@@ -41,7 +55,7 @@ def test_every_family_has_the_sizes_of_its_layers(architecture: str) -> None:
     assert found is not None
     assert (found.num_units, found.unit_bytes) == (config.state_size.num_units, config.state_size.unit_bytes)
     assert (found.num_layers, found.num_attending) == (len(config.state_layers), len(config.key_layers))
-    for num_bytes in (1000, 1 << 20):
+    for num_bytes in (1000, 1 << 20) if config.key_layers else (0,):
         block_bytes = arena_block_bytes(num_bytes, config.state_size)
         assert found.block_bytes(num_bytes) == block_bytes
         assert found.num_blocks(block_bytes) == config.state_size.num_blocks(block_bytes)

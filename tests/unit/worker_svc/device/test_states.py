@@ -202,7 +202,7 @@ def test_steps_that_would_break_states_are_refused(tmp_path: Path) -> None:
     rows.run((0, 2), (1, 1), changes=make_changes(assign=[other]))
 
 
-@pytest.mark.parametrize("family", ["qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3.5", "kimi-linear", "jamba", "mamba", "mamba-2"])
 def test_models_with_states_are_recorded(family: str, tmp_path: Path) -> None:
     rows = Rows(make(tmp_path, family))
     assert isinstance(rows.runner._run_model, RecordedForward)
