@@ -5,7 +5,7 @@ units of equal bytes, as `kernels.states` describes. Both are bytes of the same 
 of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
 
 If no layer attends, blocks of tokens hold nothing: they only name the tokens, as the scheduler counts them. A block is
-a small part of a state then. So 16 tokens take a 256th of the state of a sequence.
+a small part of a state then. So 16 tokens take a 512th of the state of a sequence.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from worker_svc.layers.state_layer import StateSize
 
 _ALIGNMENT = 64
 """Blocks begin at cache lines."""
-_BLOCKS_OF_STATE = 256
+_BLOCKS_OF_STATE = 512
 """The blocks of a state, at most, if blocks of tokens hold nothing. More of them would make steps slower, and fewer
 would take more memory for tokens."""
 
