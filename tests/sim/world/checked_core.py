@@ -377,7 +377,8 @@ class CheckedScheduler(Scheduler):
 
         def held_by(tenant: str) -> int:
             own = [each for group in self.running if group.request.tenant == tenant for each in group.unfinished]
-            held = [block for each in own for block in each.block_table if block not in blocks.blank]
+            tables = [block for each in own for block in (*each.block_table, *each.state_blocks)]
+            held = [block for block in tables if block not in blocks.blank]
             return len(own if self.room.lacks_rows(entering) else held)
 
         wanted = held_by(entering.request.tenant) + (
@@ -496,7 +497,8 @@ class CheckedScheduler(Scheduler):
         are computed together, each finds its own start."""
         held = Counter[str]()
         for each in (each for group in self.running for each in group.unfinished):
-            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in each.block_table)
+            table = (*each.block_table, *each.state_blocks)
+            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in table)
         if +self.batch.blocks_by_tenant() != +held:
             self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
         if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):
