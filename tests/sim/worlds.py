@@ -129,7 +129,7 @@ _OF_LATE = 0.06
 """The share of worlds with ties, requests that end while they wait, renewed pins and the like."""
 _GROUPED = 0.25
 """The share of worlds whose models have several groups of layers."""
-_STATED = 0.2
+_STATED = 0.15
 """The share of worlds whose models have layers that keep states."""
 _RARELY_GROUPED = 0.02
 """The share of worlds with several groups of layers in which requests run for their sake."""
@@ -192,7 +192,7 @@ def draw_plan(seed: int) -> Plan:
     if groups.random() < _GROUPED:
         plan = with_groups(groups, plan)
     # A worker with other groups of layers would give blocks of states names that blocks of groups have.
-    states, is_regrouped = Random(f"layers with states {seed}"), any(map(_regroups, plan.faults))
+    states, is_regrouped = Random(f"words that remember once {seed}"), any(map(_regroups, plan.faults))
     return with_states(states, plan) if states.random() < _STATED and not is_regrouped else plan
 
 

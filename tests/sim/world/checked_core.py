@@ -699,14 +699,17 @@ class CheckedScheduler(Scheduler):
         table, pool, config = self.batch.rows, self.batch.blocks.pool, self.config
         coming = {block for step in self.in_flight for block in step.from_host.tolist()}
         wanted = set[BlockHash]()
-        for each in group.computing if self.batch.blocks.blank else ():
+        for each in group.computing if self.batch.blocks.blank or config.state_blocks else ():
             count = int(table.num_sealed[each.row]) if each.row is not None and table.active[each.row] else 0
             hashes = each.prefix_hashes.first(count, each.token_ids)
             full = [
                 all(in_group(name, group) in pool._by_hash for group in range(config.full_groups)) for name in hashes
             ]
-            for index, part in self._read_behind((*full, False).index(False)):
+            num_found = (*full, False).index(False)
+            for index, part in self._read_behind(num_found):
                 wanted.add(in_group(hashes[index], part))
+            checkpoints = (self._state_names(hashes[:end]) for end in range(num_found, 0, -1))
+            wanted |= next((names for names in checkpoints if names <= pool._by_hash.keys()), set())
         return {name for name in wanted if pool._by_hash.get(name, BlockId(-1)) not in {BlockId(-1), *coming}}
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
@@ -893,7 +896,18 @@ class CheckedScheduler(Scheduler):
             if ends and max(ends) - num_cached < least:
                 name = group.request.request_id
                 self._report(AssertionError(f"{name} waits for {max(ends) - num_cached} blocks of another one"))
+            if self.config.state_blocks and (rows := self._that_makes(group, max(ends, default=0))) is not None:
+                self._report(AssertionError(f"{group.request.request_id} waits for a checkpoint that {rows} never make"))
         return held
+
+    def _that_makes(self, group: SequenceGroup, num_blocks: int) -> list[int] | None:
+        """The rows that the group waits for; None if one of them is to make a checkpoint behind this number of blocks,
+        as far as there is room."""
+        place, states = num_blocks * self.config.block_size, self.batch.blocks.states
+        rows = [row for row, end, key in self.batch.underway.awaited() if (key, end) == (group.request.key, num_blocks)]
+        computed = self.batch.rows.num_computed
+        is_made = [place in states.wanted(self.batch.sequence(row), int(computed[row]), place) for row in rows]
+        return None if not rows or any(is_made) else rows
 
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:
