@@ -35,7 +35,11 @@ class FakeRow:
 
     def copy(self) -> "FakeRow":
         return replace(
-            self, blocks=self.blocks[:], prefixes=self.prefixes.copy(), state_blocks=self.state_blocks[:], checkpoints={}
+            self,
+            blocks=self.blocks[:],
+            prefixes=self.prefixes.copy(),
+            state_blocks=self.state_blocks[:],
+            checkpoints={},
         )
 
 

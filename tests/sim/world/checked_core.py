@@ -493,8 +493,7 @@ class CheckedScheduler(Scheduler):
         return plan
 
     def _check_windows(self) -> None:
-        """The core counts what rows take and tenants hold as one by one, and finds all that is cached. Of sequences that
-        are computed together, each finds its own start."""
+        """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
         held = Counter[str]()
         for each in (each for group in self.running for each in group.unfinished):
             table = (*each.block_table, *each.state_blocks)
@@ -897,7 +896,9 @@ class CheckedScheduler(Scheduler):
                 name = group.request.request_id
                 self._report(AssertionError(f"{name} waits for {max(ends) - num_cached} blocks of another one"))
             if self.config.state_blocks and (rows := self._that_makes(group, max(ends, default=0))) is not None:
-                self._report(AssertionError(f"{group.request.request_id} waits for a checkpoint that {rows} never make"))
+                self._report(
+                    AssertionError(f"{group.request.request_id} waits for a checkpoint that {rows} never make")
+                )
         return held
 
     def _that_makes(self, group: SequenceGroup, num_blocks: int) -> list[int] | None:
