@@ -175,6 +175,39 @@ class _ExpertTensor:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class _JoinedTensor:
+    """Tensors of a file that are one here: their lines follow each other."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
+
+    @property
+    def name(self) -> str:
+        return self.parts[0].name
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([part.read() for part in self.parts])
+
+    def coded(self) -> None:
+        return None
+
+
 def _experts_of(
     name: str, stored: SafeTensor, stack: _Stack, *, alternates: bool
 ) -> Iterator[tuple[str, _ExpertTensor]]:
@@ -248,16 +281,22 @@ class Checkpoint:
         """A checkpoint of the same directory that has these instead."""
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
-    def with_beginnings(self, renamed: Mapping[str, str]) -> "Checkpoint":
-        """The same with other beginnings of names; the first one in `renamed` that fits counts."""
+    def with_names(self, renamed: Mapping[str, str]) -> "Checkpoint":
+        """The same with other beginnings of names, or with other parts, which begin with a dot. The first one in
+        `renamed` that fits counts. Tensors that come to have one name are joined, in the order of `renamed`."""
         if not renamed:
             return self
-
-        def name_of(name: str) -> str:
-            old = next((each for each in renamed if name.startswith(each)), None)
-            return name if old is None else renamed[old] + name.removeprefix(old)
-
-        return self.with_tensors({name_of(name): tensor for name, tensor in self._tensors.items()})
+        parts: dict[str, dict[int, StoredTensor]] = {}
+        order = list(renamed)
+        for name, tensor in self._tensors.items():
+            fits = (each for each in order if (each in name if each.startswith(".") else name.startswith(each)))
+            old = next(fits, None)
+            new_name = name if old is None else name.replace(old, renamed[old], 1)
+            parts.setdefault(new_name, {})[-1 if old is None else order.index(old)] = tensor
+        joined = {name: [each[place] for place in sorted(each)] for name, each in parts.items()}
+        return self.with_tensors(
+            {name: each[0] if len(each) == 1 else _JoinedTensor(tuple(each)) for name, each in joined.items()}
+        )
 
     def with_experts_apart(self, hidden_size: object) -> "Checkpoint":
         """The same with tensors of each expert, in the place of tensors that have all experts of a layer."""

@@ -195,8 +195,8 @@ _PLACES = "it does not count positions from 0"
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
         *("bailing_hybrid", "deepseek_v4", "falcon_mamba", "inkling2_text"),
-        *("inkling_text", "jamba", "kimi_linear", "lfm3", "mamba", "mamba2", "minimax"),
-        *("olmo_hybrid", "qwen4_exp_text"),
+        *("inkling_text", "jamba", "lfm3", "mamba", "mamba2", "minimax"),
+        "qwen4_exp_text",
         *("recurrent_gemma", "zamba", "zamba2", "zaya"),
     ),
     _NOT_COUNTED: (

@@ -497,6 +497,8 @@ _DELTA_RULE = {
     "linear_num_value_heads": 4,
 }
 
+_NO_BASE = {"rope_type": "default", "rope_theta": None}
+
 _MAMBA_2 = {
     "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -510,6 +512,11 @@ STATES: dict[str, Family] = {
     "qwen3.5": Family("Qwen3_5", _DELTA_RULE, "Qwen3_5TextConfig", num_calls=1),
     "qwen3-next-moe": Family(
         "Qwen3Next", {**_DELTA_RULE, **FEW_EXPERTS, "shared_expert_intermediate_size": 48}, num_calls=1
+    ),
+    "olmo-hybrid": Family(
+        "OlmoHybrid",
+        {**{name: value for name, value in _DELTA_RULE.items() if name != "head_dim"}, "rope_parameters": _NO_BASE},
+        num_calls=1,
     ),
     "granite-hybrid": Family(
         "GraniteMoeHybrid",

@@ -1,7 +1,9 @@
-"""Linear attention with gated delta rules (Gated Delta Networks, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have."""
+"""Linear attention with gated delta rules (Gated Delta Networks, arXiv 2412.06464), as Qwen3-Next, Qwen3.5 and OLMo
+Hybrid have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import torch
 
@@ -13,6 +15,17 @@ from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
 from worker_svc.weights import Placement
 
 
+class DeltaInputs(Enum):
+    """The layers of the checkpoint that have the inputs of a delta rule: query, key, value, gate, beta and decay."""
+
+    MERGED = auto()
+    """One has query, key and value."""
+    BY_KEY = auto()
+    """One has the first four of each head of key together, another one beta and decay."""
+    APART = auto()
+    """Each has its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeltaRuleConfig:
     """The sizes of these layers.
@@ -22,7 +35,8 @@ class DeltaRuleConfig:
         key_dim, value_dim: of a head.
         num_taps: tokens that an output of the convolution depends on.
         activation: of the convolution.
-        by_key: whether the checkpoint has the inputs of each head of key together, in one layer, and the gates too.
+        inputs: how the checkpoint has them.
+        beta_scale: factor on beta.
     """
 
     num_keys: int
@@ -32,7 +46,8 @@ class DeltaRuleConfig:
     num_taps: int
     activation: str
     norm_eps: float
-    by_key: bool
+    inputs: DeltaInputs
+    beta_scale: float = 1.0
 
     @property
     def keys(self) -> int:
@@ -62,11 +77,12 @@ class DeltaRuleConfig:
 
     def input_parts(self, name: str) -> tuple[list[LinearPart], list[LinearPart]]:
         """The parts of query, key, value and output gate, and the parts of beta and decay."""
-        if not self.by_key:
-            wide = (("in_proj_qkv", self.channels), ("in_proj_z", self.values))
-            narrow = (("in_proj_b", self.num_values), ("in_proj_a", self.num_values))
-            parts = ([LinearPart(f"{name}.{part}", size) for part, size in sizes] for sizes in (wide, narrow))
-            return next(parts), next(parts)
+        narrow = [("in_proj_b", self.num_values), ("in_proj_a", self.num_values)]
+        if self.inputs is DeltaInputs.MERGED:
+            return _linear_parts(name, [("in_proj_qkv", self.channels), ("in_proj_z", self.values)], narrow)
+        if self.inputs is DeltaInputs.APART:
+            wide = [("q_proj", self.keys), ("k_proj", self.keys), ("v_proj", self.values), ("g_proj", self.values)]
+            return _linear_parts(name, wide, [("b_proj", self.num_values), ("a_proj", self.num_values)])
         ratio = self.num_values // self.num_keys
         value = ratio * self.value_dim
         return (
@@ -110,9 +126,11 @@ class DeltaRule(StateLayer):
         self.convolution = Taps(f"{name}.conv1d", config.channels, config.num_taps, placement, bias=False)
         self.log_decay = Numbers(f"{name}.A_log", config.num_values, placement, split=False)
         self.step_bias = Numbers(f"{name}.dt_bias", config.num_values, placement, split=False)
-        self.norm = GateNorm(f"{name}.norm", config.value_dim, config.norm_eps, placement)
+        is_apart = config.inputs is DeltaInputs.APART
+        norm, output = ("o_norm", "o_proj") if is_apart else ("norm", "out_proj")
+        self.norm = GateNorm(f"{name}.{norm}", config.value_dim, config.norm_eps, placement)
         self.output = Linear(
-            [LinearPart(f"{name}.out_proj", hidden)],
+            [LinearPart(f"{name}.{output}", hidden)],
             config.values,
             bias=False,
             placement=placement,
@@ -122,7 +140,7 @@ class DeltaRule(StateLayer):
         config, num_tokens = self._config, x.shape[0]
         mixed, gate = self.inputs(x).split_with_sizes((config.channels, config.values), 1)
         beta, step = self.gates(x).chunk(2, 1)
-        decay, beta = ops.gates(step, beta, self.log_decay.values, self.step_bias.values)
+        decay, beta = ops.gates(step, beta, self.log_decay.values, self.step_bias.values, beta_scale=config.beta_scale)
         mixed = ops.causal_conv(
             mixed, self.convolution.weight, None, pages, self._of_convolution, activation=config.activation
         )
@@ -140,3 +158,9 @@ class DeltaRule(StateLayer):
             scale=config.key_dim**-0.5,
         )
         return self.output(self.norm(attended.view(num_tokens, -1), gate))
+
+
+def _linear_parts(name: str, *layers: list[tuple[str, int]]) -> tuple[list[LinearPart], list[LinearPart]]:
+    """The parts of two layers, whose names and sizes these are."""
+    wide, narrow = ([LinearPart(f"{name}.{part}", size) for part, size in sizes] for sizes in layers)
+    return wide, narrow

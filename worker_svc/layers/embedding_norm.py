@@ -307,16 +307,22 @@ class HeadNorm(Loadable):
 
 
 class Numbers(Loadable):
-    """A vector of the checkpoint, in float32; if `split`, the part of this rank. If `is_row`, the checkpoint has it as
-    [1, count]."""
+    """A vector of the checkpoint, in float32; if `split`, the part of this rank. `shape` is its shape in the
+    checkpoint, if that is not [count]."""
 
     values: torch.Tensor
 
     def __init__(
-        self, name: str, count: int, placement: Placement, *, split: bool = True, is_row: bool = False
+        self,
+        name: str,
+        count: int,
+        placement: Placement,
+        *,
+        split: bool = True,
+        shape: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
-        self._spec = TensorSpec(name, (1, count) if is_row else (count,))
+        self._spec = TensorSpec(name, shape or (count,))
         self._placement, self._split = placement, split
 
     def tensors(self) -> Iterator[TensorSpec]:

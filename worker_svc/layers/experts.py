@@ -120,7 +120,7 @@ class ExpertsConfig:
         bias: whether the layers of experts and the router have biases.
         router: the name of the router.
         correction: the name of numbers that are added to the scores when experts are chosen; None if there are none.
-        correction_is_row: as in `Numbers`.
+        correction_is_row: whether the checkpoint has these as [1, count].
         num_groups: experts are in groups of neighbours, and only experts of the best groups are chosen.
         group_members: The score of a group is the sum of this number of its best.
         scale: a factor on the weights.
@@ -191,9 +191,8 @@ class Experts(nn.Module):
         self.router = whole(f"{name}.{config.router}", config.count, bias=config.bias)
         self.correction: Numbers | None = None
         if config.correction is not None:
-            self.correction = Numbers(
-                f"{name}.{config.correction}", config.count, placement, split=False, is_row=config.correction_is_row
-            )
+            shape = (1, config.count) if config.correction_is_row else None
+            self.correction = Numbers(f"{name}.{config.correction}", config.count, placement, split=False, shape=shape)
         self.expert_scales: Numbers | None = None
         if config.expert_scales is not None:
             self.expert_scales = Numbers(f"{name}.{config.expert_scales}", config.count, placement, split=False)

@@ -116,14 +116,15 @@ class Taps(Loadable):
 
 
 class GateNorm(Loadable):
-    """A root mean square norm of the results of a layer, in groups, with gates: `norm(x) * silu(gate)`, or
-    `norm(x * silu(gate))`.
+    """A root mean square norm of the results of a layer, in groups, with gates: `norm(x) * activation(gate)`, or
+    `norm(x * activation(gate))`.
 
     Args:
         name: of its module in the checkpoint.
         num_weights: of all groups together, or of one group: then all have the same.
         group_size: numbers that are normalised together.
         norm_first: the first of the two.
+        activation: "silu" or "sigmoid".
     """
 
     weight: torch.Tensor
@@ -137,10 +138,12 @@ class GateNorm(Loadable):
         *,
         group_size: int | None = None,
         norm_first: bool = True,
+        activation: str = "silu",
     ) -> None:
         super().__init__()
         self._spec = TensorSpec(f"{name}.weight", (num_weights,))
         self._eps, self._group_size, self._norm_first = eps, group_size or num_weights, norm_first
+        self._activation = activation
         self._placement = placement
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -151,4 +154,12 @@ class GateNorm(Loadable):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """x and gate [T, n], n a multiple of the group size; returns the same shape."""
-        return ops.gated_norm(x, gate, self.weight, self._eps, self._group_size, norm_first=self._norm_first)
+        return ops.gated_norm(
+            x,
+            gate,
+            self.weight,
+            self._eps,
+            self._group_size,
+            norm_first=self._norm_first,
+            activation=self._activation,
+        )

@@ -85,6 +85,8 @@ class DecoderConfig:
     mlp_layers: frozenset[int] = frozenset()
     """Layers that are only an MLP, or experts."""
     layers_without_mlp: frozenset[int] = frozenset()
+    state_norms: tuple[str, str] | None = None
+    """The norms before the state and before the MLP of these layers, if layers of attention have other norms."""
     states_beside_attention: bool = False
     """Whether these layers attend, too; the results are added."""
     experts: ExpertsConfig | None = None
@@ -294,7 +296,11 @@ class DecoderLayer(nn.Module):
         self._writes_keys = index in config.key_layers
         self._qkv_limit = config.qkv_limit
         self.is_parallel, self._norms_rotated = config.is_parallel, config.norms_rotated_heads
-        self.attention_norm = make_norm(name, None if self.is_mlp else config.attention_norm, config, placement)
+        norms = config.attention_norm, config.attention_output_norm, config.mlp_norm, config.mlp_output_norm
+        if is_state and config.state_norms is not None:
+            norms = config.state_norms[0], None, config.state_norms[1], None
+        attention_norm, attention_output_norm, mlp_norm, mlp_output_norm = norms
+        self.attention_norm = make_norm(name, None if self.is_mlp else attention_norm, config, placement)
         self.latent: LatentAttention | None = None
         if config.state is not None and is_state:
             self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
@@ -307,14 +313,14 @@ class DecoderLayer(nn.Module):
             self.latent = LatentAttention(
                 f"{name}.{config.attention_module}", config.latent, config.num_heads, hidden, scale, placement
             )
-        self.attention_output_norm = make_norm(name, config.attention_output_norm, config, placement, in_stream=False)
-        self.mlp_norm = make_norm(name, config.mlp_norm if self.has_mlp else None, config, placement)
+        self.attention_output_norm = make_norm(name, attention_output_norm, config, placement, in_stream=False)
+        self.mlp_norm = make_norm(name, mlp_norm if self.has_mlp else None, config, placement)
         self.mlp = self._make_mlp(index, name, config, placement) if self.has_mlp else nn.Identity()
         self.experts: ExpertsBesideMlp | None = None
         if config.experts is not None and config.experts.beside_mlp is not None:
             sizes = (hidden, config.activation, config.norm_eps)
             self.experts = ExpertsBesideMlp(name, config.experts, *sizes, placement)
-        self.mlp_output_norm = make_norm(name, config.mlp_output_norm, config, placement, in_stream=False)
+        self.mlp_output_norm = make_norm(name, mlp_output_norm, config, placement, in_stream=False)
         self.altup: AltUpLayer | None = None
         if config.altup is not None:
             self.altup = AltUpLayer(name, config.altup, hidden, config.norm_eps, placement)
@@ -657,10 +663,18 @@ def _rotations(config: DecoderConfig, placement: Placement) -> list[Rotation | N
         steps = torch.arange(num_positions, device=table.device) // growth[1]
         return Rotation(table, table * (1 + growth[0] * (1 + steps).log())[:, None])
 
-    usual = rotation(config.rope)
+    def no_rotation() -> Rotation | None:
+        """Latent attention turns a part of its lines by nothing then."""
+        if config.latent is None:
+            return None
+        half = config.rope.head_dim // 2
+        turns = torch.tensor([1.0] * half + [0.0] * half, device=placement.device)
+        return Rotation(turns.repeat(num_positions, 1))
+
+    usual, unrotated = rotation(config.rope), no_rotation()
     sliding = usual if config.sliding_rope is None else rotation(config.sliding_rope)
     return [
-        None if index in config.unrotated_layers else usual if window is None else sliding
+        unrotated if index in config.unrotated_layers else usual if window is None else sliding
         for index, window in enumerate(config.sliding_windows)
     ]
 
@@ -679,7 +693,7 @@ class DecoderFamily:
         only: fields that may have only this value.
         rotates_partly: whether the rotation may turn a part of each head.
         describe: what config.json means, over the defaults, if a function says it as a whole.
-        renamed: beginnings of the names of tensors in the checkpoint, and what stands for them here; the first counts.
+        renamed: parts of the names of tensors in the checkpoint, as in `Checkpoint.with_names`.
     """
 
     architecture: str

@@ -1,16 +1,19 @@
 """The table of the families whose layers keep a state of fixed size instead of keys, with rows as in `families`."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from worker_svc.layers.delta_rule import DeltaRuleConfig
+from worker_svc.layers.delta_rule import DeltaInputs, DeltaRuleConfig
 from worker_svc.layers.experts import ExpertsConfig, Scoring
+from worker_svc.layers.kimi_delta import KimiDeltaConfig
 from worker_svc.layers.mamba2 import Mamba2Config
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
-from worker_svc.models.families import GRANITE
+from worker_svc.models.families import GRANITE, OLMO_2
 from worker_svc.models.families_with_experts import GRANITE_EXPERTS
+from worker_svc.models.families_with_latents import WITH_LATENTS
 from worker_svc.models.family_parts import (
     HEAD_NORMS,
     MOE_WIDTH,
@@ -20,6 +23,7 @@ from worker_svc.models.family_parts import (
     Families,
     Values,
     deepseek_experts,
+    dense_layers_by_types,
     flag,
     integer,
     mixtral_experts,
@@ -60,7 +64,7 @@ def _by_interval(fields: ConfigFields, _: DecoderConfig, index: int) -> bool:
     return (index + 1) % fields.integer("full_attention_interval", 4) > 0
 
 
-def delta_rule(*, by_key: bool) -> Any:
+def delta_rule(inputs: DeltaInputs) -> Any:
     """A reader of the sizes of delta rules by Qwen's names. It raises ConfigurationError for heads that do not fit."""
 
     def read(fields: ConfigFields, config: DecoderConfig) -> DeltaRuleConfig:
@@ -80,7 +84,7 @@ def delta_rule(*, by_key: bool) -> Any:
             num_taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
             activation=config.activation,
             norm_eps=config.norm_eps,
-            by_key=by_key,
+            inputs=inputs,
         )
 
     return read
@@ -98,7 +102,7 @@ _QWEN_3_5 = WITH_STATES.add(
     norm_offset=1.0,
     head_norms=HEAD_NORMS,
     gates_attention=True,
-    state=delta_rule(by_key=False),
+    state=delta_rule(DeltaInputs.MERGED),
     state_layers=state_layers(_by_interval),
 )
 
@@ -119,8 +123,118 @@ WITH_STATES.add(
     "Qwen3NextForCausalLM",
     {"num_experts": 512, "shared_expert_intermediate_size": 512, "norm_topk_prob": True},
     like=_QWEN_3_5,
-    state=delta_rule(by_key=True),
+    state=delta_rule(DeltaInputs.BY_KEY),
     experts=_qwen_next_experts,
+)
+
+
+def _olmo_rule(fields: ConfigFields, config: DecoderConfig) -> DeltaRuleConfig:
+    num_keys = fields.integer("linear_num_key_heads", config.num_heads)
+    key_dim = fields.integer("linear_key_head_dim", int(0.75 * config.hidden_size / num_keys))
+    given = {
+        "linear_num_key_heads": num_keys,
+        "linear_num_value_heads": fields.integer("linear_num_value_heads", config.num_heads),
+        "linear_key_head_dim": key_dim,
+        "linear_value_head_dim": fields.integer("linear_value_head_dim", 2 * key_dim),
+    }
+    rule = delta_rule(DeltaInputs.APART)(ConfigFields({**fields.values, **given}), config)
+    return replace(rule, norm_eps=1e-5, beta_scale=2.0 if fields.flag("linear_allow_neg_eigval", True) else 1.0)
+
+
+def _olmo_unrotated(fields: ConfigFields, config: DecoderConfig) -> frozenset[int]:
+    """All layers, if the rotation has a base that is null."""
+    section = fields.values.get("rope_parameters")
+    is_rotated = not isinstance(section, dict) or section.get("rope_theta", 0) is not None
+    return frozenset() if is_rotated else frozenset(range(config.num_layers))
+
+
+# Layers with delta rules and norms before; layers of attention as OLMo 2 has them, with norms after.
+WITH_STATES.add(
+    "OlmoHybridForCausalLM",
+    like=OLMO_2,
+    renamed={
+        ".attention_layer_norm.": ".input_layernorm.",
+        ".feedforward_layer_norm.": ".post_attention_layernorm.",
+        ".q_conv1d.": ".conv1d.",
+        ".k_conv1d.": ".conv1d.",
+        ".v_conv1d.": ".conv1d.",
+    },
+    unrotated_layers=_olmo_unrotated,
+    state=_olmo_rule,
+    state_layers=state_layers(_by_interval),
+    state_norms=("input_layernorm", "post_attention_layernorm"),
+)
+
+
+def _linear_fields(fields: ConfigFields) -> ConfigFields:
+    """The section about linear attention of published configurations."""
+    section = fields.values.get("linear_attn_config") or {}
+    if not isinstance(section, dict):
+        raise fields.error("linear_attn_config", section, "a section")
+    return ConfigFields(section, "linear_attn_config in config.json")
+
+
+def _kimi_delta(fields: ConfigFields, config: DecoderConfig) -> KimiDeltaConfig:
+    section = _linear_fields(fields)
+    head_dim = section.integer("head_dim", fields.integer("linear_head_dim", 128))
+    if head_dim % 16:
+        raise fields.error("linear_head_dim", head_dim, "a multiple of 16")
+    return KimiDeltaConfig(
+        num_heads=section.integer("num_heads", fields.integer("linear_num_heads", 32)),
+        head_dim=head_dim,
+        num_taps=section.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4, minimum=2)),
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+    )
+
+
+def _is_kimi_delta(fields: ConfigFields, _: DecoderConfig, index: int) -> bool:
+    """The section counts layers from 1."""
+    section = _linear_fields(fields)
+    attending = section.values.get("full_attn_layers")
+    if attending is None:
+        return index == 0 or index % 4 > 0
+    if not isinstance(attending, list):
+        raise section.error("full_attn_layers", attending, "a list of layers")
+    return index + 1 not in attending
+
+
+# Layers with delta rules, some with latent attention without rotation, and experts as DeepSeek V3 has them.
+WITH_STATES.add(
+    "KimiLinearForCausalLM",
+    {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "num_experts": 256,
+        "num_experts_per_token": 8,
+        "routed_scaling_factor": 2.446,
+        "first_k_dense_replace": 1,
+    },
+    like=WITH_LATENTS["YoutuForCausalLM"],
+    fixed={
+        "max_position_embeddings": lambda fields: fields.integer(
+            "model_max_length", fields.integer("max_position_embeddings")
+        ),
+        "layer_types": None,
+    },
+    renamed={
+        ".block_sparse_moe.": ".mlp.",
+        ".q_conv1d.": ".conv1d.",
+        ".k_conv1d.": ".conv1d.",
+        ".v_conv1d.": ".conv1d.",
+    },
+    unrotated_layers=lambda _, config: frozenset(range(config.num_layers)),
+    experts=deepseek_experts(
+        "num_experts",
+        "num_shared_experts",
+        chosen="num_experts_per_token",
+        names=("w1", "w3", "w2"),
+        normalized=flag("moe_renormalize", True),
+        num_groups=integer("num_expert_group", 1),
+        dense_layers=dense_layers_by_types,
+    ),
+    state=_kimi_delta,
+    state_layers=state_layers(_is_kimi_delta),
 )
 
 

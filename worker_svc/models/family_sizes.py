@@ -68,6 +68,8 @@ MiniCPM3ForCausalLM        73448   2560  6400     62    40  -    -     32768    
 Qwen3_5ForCausalLM        248320      - 12288     32    16  4  256     32768         -          -    -      -    -   -
 Qwen3_5MoeForCausalLM     248320   2048     -     40    16  2  256     32768         -          -    -      -  512   8
 Qwen3NextForCausalLM      151936   2048  5632     48    16  2  256     32768         -          -    -      -  512  10
+OlmoHybridForCausalLM     100352   3840     -      -    30  -    -     65536         -          -    -      -    -   -
+KimiLinearForCausalLM     163840   2304  9216     27     - 32    -   1048576      1e-5          -    -      - 1024   -
 Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -
 Lfm2MoeForCausalLM         65536   2048  7168     32    32  8    -    128000         -        1e6 true      - 1792   4
 NemotronHForCausalLM      131072      - 21504      -     -  8  128      4096         -          -    -      - 7688   2

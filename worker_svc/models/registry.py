@@ -115,7 +115,7 @@ def _load_native(
     model = family.from_config(described.config, placement)
     checkpoint = Checkpoint.of_model(described, base_prefix=family.base_prefix)
     if isinstance(family, DecoderFamily):
-        checkpoint = checkpoint.with_beginnings(family.renamed)
+        checkpoint = checkpoint.with_names(family.renamed)
     checkpoint = checkpoint.with_experts_apart(described.config.get("hidden_size"))
     checkpoint = with_mxfp4_experts(checkpoint, described)
     rounds_inputs = ops.has_fp8_products(placement.device, placement.dtype)
