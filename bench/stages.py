@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,18 +153,22 @@ class Passes:
     ) -> None:
         self.context, self.num_new = context, num_new
         blocks = -(-context // _BLOCK_SIZE)
-        request = PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, num_rows * blocks, dtype)
-        geometry = pool_geometry(model, request, None)
+        geometry = pool_geometry(model, PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, 0, dtype), None)
+        num_blocks = num_rows * (blocks + geometry.state_blocks)
+        geometry = replace(geometry, num_gpu_blocks=num_blocks)
         pool = allocate_pool(geometry, torch.device("cpu"), dtype)
-        fill_pool(pool.gpu, model.head_dim)
+        caches = pool.layers_of(model)
+        if caches.pages is not None:
+            caches.pages.view(torch.float32).normal_()
+        fill_pool(tuple(caches.kv_caches), model.head_dim)
         num_tokens = num_rows * num_new
         self._room = room_for(model, pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=num_rows)
         shorter = (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
         self._lengths = context - (shorter if num_new == 1 else torch.zeros_like(shorter))
-        self._fill(num_rows, blocks)
+        self._fill(num_rows, blocks, num_blocks)
         hidden = model.embed(self._room)
         self.recording = record(num_tokens, lambda: _ignore(model.run_layers(hidden, self._room)))
-        self._block_bytes = geometry.block_bytes
+        self._block_bytes, self._state_bytes = geometry.block_bytes, geometry.state_blocks * geometry.block_bytes
 
     @classmethod
     def of_prompt(cls, model: NativeCausalLM, num_tokens: int, dtype: torch.dtype) -> "Passes":
@@ -179,14 +183,23 @@ class Passes:
         """Bytes that attention of the first rows reads."""
         return int(self._lengths[:num_rows].sum()) * self._block_bytes // _BLOCK_SIZE
 
+    def state_bytes(self, num_rows: int) -> int:
+        """Bytes that the layers with states of the first rows read and write."""
+        return 2 * num_rows * self._state_bytes
+
     def attention_flops(self, num_rows: int, num_heads: int, head_dim: int) -> int:
         """Operations of one layer: products of queries with keys, and of weights with values."""
         seen = self._lengths[:num_rows, None] - torch.arange(self.num_new)
         return 4 * num_heads * head_dim * int(seen.sum())
 
-    def _fill(self, num_rows: int, blocks: int) -> None:
-        room, attention = self._room, self._room.groups[0]
-        tables = torch.randperm(num_rows * blocks).view(num_rows, blocks)
+    def _fill(self, num_rows: int, blocks: int, num_blocks: int) -> None:
+        room, attention, order = self._room, self._room.groups[0], torch.randperm(num_blocks)
+        tables = order[: num_rows * blocks].view(num_rows, blocks)
+        if room.states is not None:
+            room.states.tables.copy_(order[num_rows * blocks :].view(num_rows, -1))
+            room.states.query_start_loc.copy_(torch.arange(num_rows + 1) * self.num_new)
+            room.states.seq_lens.copy_(self._lengths)
+            room.states.checkpoints.fill_(-1)
         room.token_ids.zero_()
         row = torch.arange(num_rows).repeat_interleave(self.num_new)
         last = (self._lengths[:, None] - self.num_new + torch.arange(self.num_new)).flatten()
@@ -208,6 +221,8 @@ def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[l
             parts[name] = passes.recording.part(lambda each, name=name: _name(each) == name)
             if call.operation is Operation.PAGED_ATTENTION:
                 read_bytes[name] = passes.kv_bytes(batch)
+            elif call.operation is Operation.LINEAR_RECURRENCE:
+                read_bytes[name] = passes.state_bytes(batch)
         if call.operation is Operation.PRODUCT:
             shape = ProductShape.of(call.arguments)
             read_bytes[name] += shape.weight_bytes

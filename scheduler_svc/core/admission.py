@@ -22,6 +22,10 @@ _STEPS_AHEAD = 1
 groups would enter and leave with every block that becomes free. ADR 0012 has the costs of other values."""
 
 
+LEAST_CHUNK_WITH_STATE = 3
+"""Tokens with which a prompt goes on in any case if layers keep states: neither these nor the tokens that are left may
+be one."""
+
 _NUM_LOOKED_AT = 4
 """Waiting groups that may limit a longer prompt to its share."""
 
@@ -245,7 +249,8 @@ class TokenShares:
         """Adds the row's next chunk, or sets its share of the budget aside until `add_set_aside`, so that shorter
         prompts get the rest first. `shortest_behind` is the fewest tokens that a row behind it has to compute."""
         draft, length, group = self._batch.draft, self._batch.rows.num_uncomputed(row), self._group_in(row)
-        share = max(1, int(draft.budget * self._max_share))
+        least = min(LEAST_CHUNK_WITH_STATE, draft.budget) if self._batch.blocks.states.size else 1
+        share = max(least, int(draft.budget * self._max_share))
         if draft.aside and self._group_in(draft.aside[-1][0]) is group:
             # Rows of a group may share blocks: the row that computes a block comes before the rows that read it.
             draft.set_aside(row, 0)

@@ -96,8 +96,10 @@ class BlockManager(BlockTables[Sequence]):
         super().reuse(sequence, blocks)
         groups, end = range(self.num_groups), len(blocks) // self.num_groups
         tell(self.pool.log, groups, sequence, 0, end)
-        if self.states.size and sequence.cached_start is not None:
-            self.states.begin(sequence, sequence.cached_start.checkpoint, self.take)
+        if self.states.size and (start := sequence.cached_start) is not None:
+            # Noted here, not at each lookup: a lookup changes nothing that a replay would have to repeat.
+            sequence.partings.add(start.num_found * self.block_size)
+            self.states.begin(sequence, start.checkpoint, self.take)
             tell(self.pool.log, self.names.of_state, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
@@ -362,8 +364,6 @@ class BlockManager(BlockTables[Sequence]):
                 end,
                 lambda count: _may_continue(sequence, count) and self.layout.hit_length(count, has_windowed) == count,
             )
-            if end < num_found:
-                sequence.partings.add(num_found * self.block_size)
         first = self.layout.first_block_read(end * self.block_size)
         blocks: list[BlockId] = []
         for index in range(end):

@@ -317,8 +317,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         for sequence in self.rows.sequences:
             if sequence is not None:
                 table = sequence.block_table
-                num_held = len(table) - sum(map(table.count, self.blocks.blank)) + len(sequence.state_blocks)
-                held[sequence.request.tenant] += num_held
+                num_blocks = len(table) - sum(map(table.count, self.blocks.blank))
+                held[sequence.request.tenant] += num_blocks + len(sequence.state_blocks)
         return held
 
     def blocks_by_kind(self) -> tuple[int, int, int]:
@@ -421,7 +421,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         num_left = int(self.rows.num_prompt[row]) - computed
         if num_left - size == 1:
             size -= 1
-        return 0 if computed and num_left and min(size, num_left) == 1 else size
+        return 0 if computed and num_left > 0 and size == 1 else size
 
     def _plan_checkpoints(self, step_id: int) -> None:
         """Adds the checkpoints of the rows to the step, as far as there are free blocks for them."""

@@ -85,6 +85,7 @@ class States:
                 host.pool.touch((saved,))
                 host.load(saved, block)
                 host.pool.free((saved,))
+                host.counts.from_host += 1
 
     def separate(self, sequence: Sequence, take: Callable[[int], list[BlockId]]) -> bool:
         """Gives a sequence that is about to change its state its own copy, if another one shares it. Returns whether it

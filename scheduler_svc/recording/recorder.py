@@ -321,7 +321,7 @@ class RecordedScheduler:
 
     @property
     def num_groups(self) -> int:
-        return self._core.config.layout.num_groups
+        return self._core.config.layout.num_groups + self._core.config.state_blocks
 
     def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int, group: int) -> None:
         """Records that a restored block of a group of layers is number `index` of a sequence with these hashes."""

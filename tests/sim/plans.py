@@ -24,7 +24,7 @@ from tests.sim.world.faults import (
     draw_other_pool,
 )
 from tests.sim.world.http_calls import with_http
-from tests.sim.world.knobs import REPLAYS, draw_low_limits
+from tests.sim.world.knobs import REPLAYS, STATES, draw_low_limits
 from tests.sim.world.reference import answer_of
 from tests.sim.world.traffic import (
     LONGEST,
@@ -265,6 +265,31 @@ def with_groups(draw: Random, plan: Plan, groups: LayerGroups | None = None) -> 
     return replace(plan, layout=layout, faults=tuple(faults))
 
 
+def with_states(draw: Random, plan: Plan) -> Plan:
+    """Workers whose model has layers that keep a state of each sequence. Pools have room for as many more blocks as the
+    states of some sequences take."""
+    layout, worker = plan.layout, plan.layout.worker
+    size = draw.choice((1, 1, 2, 3))
+    widths = [_width_of(each) for each in plan.requests if isinstance(each, Generate)]
+
+    def least(block_size: int) -> int:
+        """Blocks with which no request is refused: its sequences need not share any."""
+        return max(widths, default=1) * (worker.groups.num_groups * -(-LONGEST // block_size) + 2 * size) + 1
+
+    num_blocks = max(worker.num_blocks + size * draw.choice((4, 4, 10, 40)), least(worker.block_size))
+    tokens = max(worker.max_num_batched_tokens, worker.max_num_rows + draw.choice((2, 2, 5, 20)))
+    worker = replace(worker, num_blocks=num_blocks, max_num_batched_tokens=tokens, state_blocks=size)
+    faults = [
+        replace(each, num_blocks=max(each.num_blocks + 8 * size, least(each.block_size)))
+        if isinstance(each, OtherPool)
+        else each
+        for each in plan.faults
+    ]
+    limits = tuple(name for name in STATES if draw.random() < 0.7)
+    layout = replace(layout, worker=worker)
+    return replace(plan, layout=layout, faults=tuple(faults), low_limits=(*plan.low_limits, *limits))
+
+
 def with_other_groups(draw: Random, plan: Plan) -> Plan:
     """Workers with another pool have other groups of layers, too, whatever groups the workers have before. There is at
     least one such worker, in half of the plans with another model at the moment when it has this other model."""
@@ -304,12 +329,17 @@ def _blocks_needed(request: Request, size: int, num_full: int, num_windowed: int
     """Blocks without which a request is refused, if a sequence has at most this many of a windowed group."""
     if not isinstance(request, Generate):
         return 0
-    options = request.options
-    width = options.best_of or options.n or 1 if options.beam_search is None else options.beam_search.beam_width
+    width = _width_of(request)
     whole, shared = -(-LONGEST // size), len(request.prompt) // size
     if width == 1:
         return num_full * whole + num_windowed * min(whole, most)
     return (num_full + num_windowed) * (shared + width * (whole - shared))
+
+
+def _width_of(request: Generate) -> int:
+    """The number of sequences that are computed for it at once."""
+    options = request.options
+    return options.best_of or options.n or 1 if options.beam_search is None else options.beam_search.beam_width
 
 
 def with_starts(draw: Random, plan: Plan) -> Plan:

@@ -21,6 +21,7 @@ from tests.sim.plans import (
     with_naps,
     with_other_groups,
     with_starts,
+    with_states,
 )
 from tests.sim.races import RACES
 from tests.sim.situations import (
@@ -128,6 +129,8 @@ _OF_LATE = 0.06
 """The share of worlds with ties, requests that end while they wait, renewed pins and the like."""
 _GROUPED = 0.25
 """The share of worlds whose models have several groups of layers."""
+_STATED = 0.15
+"""The share of worlds whose models have layers that keep states."""
 _RARELY_GROUPED = 0.02
 """The share of worlds with several groups of layers in which requests run for their sake."""
 _REGROUPED = 0.04
@@ -186,7 +189,15 @@ def draw_plan(seed: int) -> Plan:
     if several.random() < _RARELY_GROUPED:
         return several.choice(OF_GROUPS)(seed, several)
     groups = Random(f"small memories without old memories {seed}")
-    return with_groups(groups, plan) if groups.random() < _GROUPED else plan
+    if groups.random() < _GROUPED:
+        plan = with_groups(groups, plan)
+    # A worker with other groups of layers would give blocks of states names that blocks of groups have.
+    states, is_regrouped = Random(f"words that remember once {seed}"), any(map(_regroups, plan.faults))
+    return with_states(states, plan) if states.random() < _STATED and not is_regrouped else plan
+
+
+def _regroups(fault: Fault) -> bool:
+    return isinstance(fault, OtherPool) and fault.groups is not None
 
 
 def _draw_racing(seed: int) -> Plan:

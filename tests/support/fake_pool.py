@@ -57,7 +57,8 @@ class Prefixes:
 
 
 class FakePool:
-    """The blocks on the device and on the host. A slot that was never written holds 0, which is never a hash."""
+    """The blocks on the device and on the host. A slot that was never written holds 0, which is never a hash. All slots
+    of a block of a state hold the hash of the tokens that the state is of, as if it was a further group of layers."""
 
     def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, groups: LayerGroups = ONE_GROUP) -> None:
         self._gpu = np.zeros((num_blocks, block_size), np.int64)
@@ -105,6 +106,19 @@ class FakePool:
                 raise ForeignBlockError(
                     f"row {row} reads block {block}, which does not hold its token {position} in group {group}"
                 )
+
+    def read_state(self, blocks: Sequence[int], num_tokens: int, prefixes: Prefixes) -> int:
+        """The hash of the tokens that a state in these blocks is of: below 0 if it is not finite, and another hash than
+        that of the first `num_tokens` tokens if any block holds another one."""
+        (true,) = prefixes.hashes(num_tokens - 1, num_tokens).tolist()
+        salts = np.array([salt_of(self._groups.num_groups + piece) for piece in range(len(blocks))], np.int64)
+        held = self._gpu[list(blocks)] ^ salts[:, None]
+        return next((each for each in held.reshape(-1).tolist() if each != true), true)
+
+    def write_state(self, blocks: Sequence[int], content: int) -> None:
+        """Writes the state of the tokens with this hash; one that is not finite if it is below 0."""
+        for piece, block in enumerate(blocks):
+            self._gpu[block] = content if content < 0 else content ^ salt_of(self._groups.num_groups + piece)
 
     def blocks(self, seals: SealInventory) -> "FakeBlocks":
         """Contents of the blocks, as bytes."""

@@ -130,6 +130,7 @@ class FakeRunner:
         self._pool.move(step.cache_operations)
         failpoint("worker.step.moved")
         self._rows.apply_row_changes(step.row_changes)
+        self._rows.set_checkpoints(step.checkpoints)
         batch = self._rows.placed(step.batch)
         self._compute(batch)
         output = replace(

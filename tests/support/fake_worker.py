@@ -57,6 +57,7 @@ class FakeWorkerConfig:
     full_groups: int = 1
     windowed_groups: int = 0
     window: int = 0
+    state_blocks: int = 0
 
     @property
     def groups(self) -> LayerGroups:
@@ -79,6 +80,7 @@ class FakeWorkerConfig:
             dtype="float32",
             block_bytes=8 * self.block_size,
             groups=self.groups,
+            state_blocks=self.state_blocks,
         )
         model = ModelGeometry("FakeForCausalLM", "float32", self.vocab_size, self.max_model_len, self.device, "a fake")
         limits = WorkerLimits(
@@ -97,6 +99,8 @@ class FakeWorkerConfig:
             namespace = f"fake {weights} {self.block_size} {self.world_size}"
             if self.groups != ONE_GROUP:
                 namespace += f" {self.groups}"
+            if self.state_blocks:
+                namespace += f" {self.state_blocks} blocks of a state"
         return WorkerInfo(generation, self.rank, self.world_size, pool, model, limits, self.fingerprint, namespace)
 
 

@@ -266,8 +266,10 @@ class RowLedger:
             return
         of_rows, lengths = checkpoints[:, 0], checkpoints[:, 1]
         firsts, lasts = np.zeros_like(self._num_tokens), np.zeros_like(self._num_tokens)
-        firsts[rows], lasts[rows] = computed, reach + self._num_drafts[rows]
-        if (worst := first_true((lengths <= firsts[of_rows]) | (lengths > lasts[of_rows]))) is not None:
+        firsts[rows], lasts[rows] = computed, reach
+        # The scheduler may not know yet that the row has fewer tokens: then the batch does not reach the checkpoint.
+        latest = lasts[of_rows] + self._num_drafts[of_rows]
+        if (worst := first_true((lengths <= firsts[of_rows]) | (lengths > latest))) is not None:
             raise invalid_field(
                 "checkpoints",
                 f"names {lengths[worst]} tokens of row {of_rows[worst]}; the batch computes tokens "

@@ -340,7 +340,14 @@ class CheckedScheduler(Scheduler):
             if each.row is not None and table.active[each.row]:
                 slots = min(int(table.num_tokens[each.row]) + 1, each.request.max_len - 1)
                 count += max(blocks.layout.table_length(slots) - len(each.block_table), 0)
-        return count + self._windowed_of_chunks()
+        return count + self._windowed_of_chunks() + self._shared_states(table.active.nonzero()[0].tolist())
+
+    def _shared_states(self, rows: Sequence[int]) -> int:
+        """Blocks that these rows take for states of their own: all sequences that share one but the last."""
+        if not (size := self.config.state_blocks):
+            return 0
+        firsts = Counter(self.batch.sequence(row).state_blocks[0] for row in rows)
+        return size * sum(min(count, self.batch.blocks.pool.ref_count(each) - 1) for each, count in firsts.items())
 
     def _windowed_of_chunks(self) -> int:
         """Blocks of windowed groups that prompts take for their next chunks, counted one by one."""
@@ -360,7 +367,8 @@ class CheckedScheduler(Scheduler):
         blocks = self.batch.blocks
         slots = ((each, min(each.num_tokens + 1, each.request.max_len - 1)) for each in group.unfinished)
         length = blocks.layout.table_length
-        return sum(max(length(end) - length(each.num_tokens), 0) for each, end in slots)
+        states = self.config.state_blocks * (len(group.unfinished) - len(group.computing))
+        return states + sum(max(length(end) - length(each.num_tokens), 0) for each, end in slots)
 
     def _that_hold_little(self, entering: SequenceGroup, candidates: Sequence[SequenceGroup]) -> set[str]:
         """Tenants of candidates that hold less than twice what the one that enters holds then, when the last of these
@@ -369,7 +377,8 @@ class CheckedScheduler(Scheduler):
 
         def held_by(tenant: str) -> int:
             own = [each for group in self.running if group.request.tenant == tenant for each in group.unfinished]
-            held = [block for each in own for block in each.block_table if block not in blocks.blank]
+            tables = [block for each in own for block in (*each.block_table, *each.state_blocks)]
+            held = [block for block in tables if block not in blocks.blank]
             return len(own if self.room.lacks_rows(entering) else held)
 
         wanted = held_by(entering.request.tenant) + (
@@ -426,8 +435,8 @@ class CheckedScheduler(Scheduler):
         kept = sum(len(self.waiting.get(key).unfinished) for key in others)
         if len(group.unfinished) + kept > self.batch.rows.num_free + len(sequences):
             return False
-        taken = {block for each in group.computing for block in blocks.cached_start(each).blocks}
-        holders = Counter(block for each in sequences for block in each.block_table)
+        taken = {block for each in group.computing for block in blocks.cached_start(each).all_blocks}
+        holders = Counter(block for each in sequences for block in (*each.block_table, *each.state_blocks))
         num_freed = sum(count == pool.ref_count(block) for block, count in holders.items() if block not in taken)
         needed, reserve = self._needed_by(group)
         return needed + max(reserve, blocks._watermark_blocks) <= pool.num_free + num_freed
@@ -455,7 +464,7 @@ class CheckedScheduler(Scheduler):
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
         plan = Planner.schedule(self.planner, now)
-        if self.batch.blocks.blank:
+        if self.batch.blocks.blank or self.config.state_blocks:
             self._check_windows()
         self.tally.planned(plan)
         if plan is not None and self.preparations.suspect_is_next:
@@ -467,7 +476,11 @@ class CheckedScheduler(Scheduler):
             if prefilling:
                 self._check_first(plan, prefilling)
         # With drafts it is not known how much of a step was kept for them.
-        is_full = plan is None or plan.max_drafts is not None or plan.num_tokens >= self.config.max_num_batched_tokens
+        most = self.config.max_num_batched_tokens
+        if self.config.state_blocks:
+            # A prompt waits if its chunk, or what is left of it, would be one token.
+            most -= admission.LEAST_CHUNK_WITH_STATE - 1
+        is_full = plan is None or plan.max_drafts is not None or plan.num_tokens >= most
         if not is_full and len(rows := self.batch.rows.prefilling()):
             name = self.batch.sequence(int(rows[0])).request.request_id
             self._report(AssertionError(f"a step has room for {name}, which has more to compute"))
@@ -483,8 +496,8 @@ class CheckedScheduler(Scheduler):
         """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
         held = Counter[str]()
         for each in (each for group in self.running for each in group.unfinished):
-            in_table = sum(block not in self.batch.blocks.blank for block in each.block_table)
-            held[each.request.tenant] += in_table + len(each.state_blocks)
+            table = (*each.block_table, *each.state_blocks)
+            held[each.request.tenant] += sum(block not in self.batch.blocks.blank for block in table)
         if +self.batch.blocks_by_tenant() != +held:
             self._report(AssertionError(f"tenants hold {held} blocks, {self.batch.blocks_by_tenant()} are counted"))
         if (counted := self.batch.blocks_for_decodes()) != (needed := self._needed_now()):
@@ -496,14 +509,24 @@ class CheckedScheduler(Scheduler):
         """A sequence counts as cached up to the longest start that all groups of layers can serve."""
         blocks, known = self.batch.blocks, self.batch.blocks.pool._by_hash
         names = sequence.prefix_hashes.first(sequence.num_shareable, sequence.token_ids)
+        if self.config.state_blocks:
+            # A prompt's last token must not be the only one that is computed.
+            names = names[: max(sequence.max_cached_tokens - 1, 0) // self.config.block_size]
         longest = max(
             num_blocks
             for num_blocks in range(len(names) + 1)
             if all(in_group(names[index], group) in known for index, group in self._read_behind(num_blocks))
+            and self._state_names(names[:num_blocks]) <= known.keys()
         )
         if (found := len(blocks.cached_start(sequence).blocks)) != longest * blocks.num_groups:
             name = sequence.request.request_id
             self._report(AssertionError(f"{name} finds {found} blocks, {longest} of each group are cached"))
+
+    def _state_names(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:
+        """The names of the checkpoint behind blocks with these hashes."""
+        config = self.config
+        num_groups = config.full_groups + config.windowed_groups
+        return {in_group(each, num_groups + piece) for each in hashes[-1:] for piece in range(config.state_blocks)}
 
     def _check_first(self, plan: StepPlan, prefilled: Mapping[int, tuple[int, int]]) -> None:
         """The first prompt goes on by its share of what decodes leave at least, or to its end. `prefilled` has the
@@ -515,7 +538,10 @@ class CheckedScheduler(Scheduler):
             return
         num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
         left = self.config.max_num_batched_tokens - num_decodes
-        if chunks.get(row, 0) < min(length, max(1, int(left * self.config.max_prefill_share))):
+        least = admission.LEAST_CHUNK_WITH_STATE if self.config.state_blocks else 1
+        # What is left must not be one token, if layers keep states.
+        slack = int(self.config.state_blocks > 0)
+        if chunks.get(row, 0) < min(length, max(least, int(left * self.config.max_prefill_share)) - slack):
             name = self.batch.sequence(row).request.request_id
             self._report(AssertionError(f"{name} is first, and gets {chunks.get(row, 0)} of {left} tokens of a step"))
 
@@ -533,7 +559,8 @@ class CheckedScheduler(Scheduler):
         ]
         if first is not None and not entered and first in self.waiting.next_few(1):
             short.append((first.order, first.num_tokens_to_compute))
-        most = max(1, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
+        least = admission.LEAST_CHUNK_WITH_STATE if self.config.state_blocks else 1
+        most = max(least, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
         for row, count in chunks.items():
             is_prefilling = rows.active[row] and rows.prefills[row]
             length, order = count + (rows.num_uncomputed(row) if is_prefilling else 0), int(rows.order[row])
@@ -671,14 +698,17 @@ class CheckedScheduler(Scheduler):
         table, pool, config = self.batch.rows, self.batch.blocks.pool, self.config
         coming = {block for step in self.in_flight for block in step.from_host.tolist()}
         wanted = set[BlockHash]()
-        for each in group.computing if self.batch.blocks.blank else ():
+        for each in group.computing if self.batch.blocks.blank or config.state_blocks else ():
             count = int(table.num_sealed[each.row]) if each.row is not None and table.active[each.row] else 0
             hashes = each.prefix_hashes.first(count, each.token_ids)
             full = [
                 all(in_group(name, group) in pool._by_hash for group in range(config.full_groups)) for name in hashes
             ]
-            for index, part in self._read_behind((*full, False).index(False)):
+            num_found = (*full, False).index(False)
+            for index, part in self._read_behind(num_found):
                 wanted.add(in_group(hashes[index], part))
+            checkpoints = (self._state_names(hashes[:end]) for end in range(num_found, 0, -1))
+            wanted |= next((names for names in checkpoints if names <= pool._by_hash.keys()), set())
         return {name for name in wanted if pool._by_hash.get(name, BlockId(-1)) not in {BlockId(-1), *coming}}
 
     def renew_lease(self, lease: Lease, now: float, lease_s: float | None) -> None:
@@ -865,7 +895,20 @@ class CheckedScheduler(Scheduler):
             if ends and max(ends) - num_cached < least:
                 name = group.request.request_id
                 self._report(AssertionError(f"{name} waits for {max(ends) - num_cached} blocks of another one"))
+            if self.config.state_blocks and (rows := self._that_makes(group, max(ends, default=0))) is not None:
+                self._report(
+                    AssertionError(f"{group.request.request_id} waits for a checkpoint that {rows} never make")
+                )
         return held
+
+    def _that_makes(self, group: SequenceGroup, num_blocks: int) -> list[int] | None:
+        """The rows that the group waits for; None if one of them is to make a checkpoint behind this number of blocks,
+        as far as there is room."""
+        place, states = num_blocks * self.config.block_size, self.batch.blocks.states
+        rows = [row for row, end, key in self.batch.underway.awaited() if (key, end) == (group.request.key, num_blocks)]
+        computed = self.batch.rows.num_computed
+        is_made = [place in states.wanted(self.batch.sequence(row), int(computed[row]), place) for row in rows]
+        return None if not rows or any(is_made) else rows
 
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:
@@ -913,7 +956,7 @@ class CheckedScheduler(Scheduler):
             written = sequence.block_table[index * num_groups : (index + 1) * num_groups]
             needed += num_groups - len(written)
             writers.update(written)
-        needed += self._windowed_of_chunks()
+        needed += self._windowed_of_chunks() + self._shared_states(table.decoding().tolist())
         return needed + sum(min(count, pool.ref_count(block) - 1) for block, count in writers.items())
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
@@ -980,6 +1023,7 @@ class CheckedScheduler(Scheduler):
         size, num_blocks = self.config.block_size, self.config.num_blocks
         hashes = PrefixHashes(cache_root(tenant, adapter), size).first(len(token_ids) // size, token_ids)
         names = [in_group(hashes[index], group) for index, group in self._read_behind(len(hashes))]
+        names += self._state_names(hashes[:-1])
         own = {name for each in self.pins if each.tenant == tenant for name in each.hashes}
         every = {name for each in self.pins for name in each.hashes}
         return len(own.union(names)) > int(self.config.pin_quota * num_blocks) or len(every.union(names)) > int(
@@ -1008,10 +1052,11 @@ class CheckedScheduler(Scheduler):
 
     def _holds_wrongly(self, pin: Pin, now: float) -> bool:
         """Whether a pin holds other blocks than its time says: all in its first half, then an eighth fewer each
-        sixteenth. With windows it holds all to its end."""
+        sixteenth. With windows or states it holds all to its end, and a checkpoint before its last block."""
         ends_at, seconds = self._pinned_until[pin.pin_id]
-        num_parts = 1 if self.config.windowed_groups else min(len(pin.token_ids) // self.config.block_size, _NUM_PARTS)
-        num_blocks = len(self._read_behind(len(pin.token_ids) // self.config.block_size))
+        config, num_logical = self.config, len(pin.token_ids) // self.config.block_size
+        num_parts = 1 if config.windowed_groups or config.state_blocks else min(num_logical, _NUM_PARTS)
+        num_blocks = len(self._read_behind(num_logical)) + config.state_blocks * (num_logical > 1)
         left = 2 * (ends_at - now) / seconds * num_parts
         least, most = (min(math.ceil(left + each), num_parts) for each in (-_TOLERANCE_S, _TOLERANCE_S))
         held = len(pin.blocks)

@@ -412,7 +412,7 @@ class Cluster:
         runner.model, runner.deadly = int(config.fingerprint.weights), self.circumstances.deadly
         runner.deadly_need = self.layout.deadly
         if self.layout.keeps_pools:
-            pool = config.num_blocks, config.block_size, config.groups
+            pool = config.num_blocks, config.block_size, config.groups, config.state_blocks
             namespace = (config.fingerprint, *pool, rank, config.world_size)
             held = self._pools.get(node.host)
             if held is not None and held.namespace == namespace:

@@ -80,6 +80,10 @@ class _ReadablePool(FakePool):
         for places in self._places(blocks, start, end):
             self._gpu[places] = _NOT_FINITE
 
+    def spoil_whole(self, blocks: Sequence[int]) -> None:
+        """Makes all values in these blocks non-finite."""
+        self._gpu[list(blocks)] = _NOT_FINITE
+
     def check_read(self, row: int, blocks: Sequence[int], prefixes: Prefixes, end: int) -> None:
         """Checks as any pool does, but lets non-finite values pass: the row that samples from them finds them."""
         try:
@@ -190,9 +194,15 @@ class HashRunner(FakeRunner):
         return tables, read, output.token_ids.tolist()
 
     def _read(self, row: int, start: int, end: int) -> np.ndarray:
-        """The slots that a row reads for its tokens from `start` to `end`."""
-        state = self._rows[row]
-        return self._readable.read(state.blocks, state.prefixes, start, end)
+        """The slots that a row reads for its tokens from `start` to `end`. In place of the last one comes its state, if
+        that is the one behind them and another one than it should be."""
+        own = self._rows[row]
+        content = self._readable.read(own.blocks, own.prefixes, start, end)
+        if own.state_blocks and end == own.num_computed:
+            state = self._readable.read_state(own.state_blocks, end, own.prefixes)
+            if state != own.prefixes.hashes(end - 1, end)[0]:
+                content[-1] = state
+        return content
 
     def _compute(self, batch: Batch) -> None:
         self.num_computed_tokens += int(batch.num_new_tokens.sum())
@@ -215,7 +225,10 @@ class HashRunner(FakeRunner):
             self.num_spoiled += self.rank == 0
             place = chunks[0] if chunks else 0
             row, start, end = (int(column[place]) for column in (batch.rows, batch.num_computed_tokens, batch.ends))
-            self._readable.spoil(self._rows[row].blocks, start, end)
+            spoiled = self._rows[row]
+            self._readable.spoil(spoiled.blocks, start, end)
+            copies = [block for blocks in spoiled.checkpoints.values() for block in blocks]
+            self._readable.spoil_whole([*spoiled.state_blocks, *copies])
 
     def _end_of_drafts(self, row: int) -> int:
         # Drafts end before the deadly token, or the request would die at a different step when it is tried by itself.

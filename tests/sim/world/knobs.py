@@ -52,6 +52,13 @@ _OF_CROWDS: dict[str, int] = {"scheduler_svc.core.policy._MANY": 2}
 CROWDS = tuple(_OF_CROWDS)
 """Even a few requests leave a queue by the path for many."""
 
+_OF_STATES: dict[str, int] = {
+    "scheduler_svc.core.states.OUTPUT_INTERVAL": 3,
+    "scheduler_svc.core.states.PROMPT_INTERVAL": 16,
+}
+STATES = tuple(_OF_STATES)
+"""Sequences have checkpoints of their states at short intervals."""
+
 TURNS = ("gateway.request.durable.TOKENS_PER_TURN", "gateway.turns.clock")
 """Turns of long work take time, so that others wait for theirs."""
 
@@ -82,7 +89,7 @@ REPLAYS = (
 """Limits that make an output that is read again take many messages."""
 
 
-LIMITS: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS}
+LIMITS: dict[str, object] = {**_LOWEST, **_OF_MOVES, **_OF_LEASES, **_OF_TIES, **_OF_CROWDS, **_OF_STATES}
 """Low limits by name."""
 
 

@@ -37,6 +37,7 @@ from scheduler_svc.core.request import Handle, Request, RequestKey
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler as CoreScheduler
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.states import Checkpoint
 from scheduler_svc.service import step_loop
 from scheduler_svc.service.history import Held
 from scheduler_svc.service.lifecycle import Lifecycle
@@ -112,6 +113,20 @@ class NamingBlocks(BlockManager):
         if any(self._names[name][2] != owner for name in hashes):
             raise FalseSealError(f"a block of {owner} has the name of another one's")
         return super().cache_full_blocks(sequence, first, end)
+
+    def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+        sequence, end = checkpoint.sequence, checkpoint.num_tokens
+        if end % self.block_size:
+            report(AssertionError(f"a checkpoint after {end} tokens is no whole number of blocks"))
+        index = end // self.block_size - 1
+        (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
+        owner = f"{sequence.request.tenant} {sequence.request.cache_salt.hex()}"
+        adapter = b"" if sequence.request.adapter is None else sequence.request.adapter.digest
+        state = int(Prefixes(sequence.token_ids[:end], adapter).hashes(end - 1, end)[0])
+        for group in self.names.of_state:
+            held = state ^ salt_of(group)
+            self._names[in_group(content, group)] = held, held, owner, cached_tokens(sequence, index, group)
+        return super().seal_checkpoint(checkpoint)
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks, and checks that their cached contents move to host memory, if it caches evicted blocks and has

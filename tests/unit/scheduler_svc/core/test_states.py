@@ -1,6 +1,135 @@
-"""Sequences whose layers keep states, where they continue from checkpoints."""
+"""States of layers: where sequences get checkpoints, what these cost, and what continues from them."""
+
+import pytest
 
 from tests.support.core_driver import Driver, make_config, make_request
+
+# Blocks of 4 tokens, and states of 2 blocks.
+STATED = {"state_blocks": 2, "num_blocks": 400, "max_model_len": 512}
+
+
+def prompt_of(length: int, end: int = 0) -> list[int]:
+    """A prompt, of which the tokens from `end` on are others."""
+    return [(7 * place + 40 * (place >= end > 0)) % 50 for place in range(length)]
+
+
+def checkpoints(driver: Driver, tokens: list[int]) -> list[int]:
+    """Numbers of tokens of a sequence after which there is a checkpoint."""
+    blocks, hashes = driver.scheduler.batch.blocks, make_request(99, prompt=tokens)
+    driver.submit(hashes)
+    sequence = driver.scheduler.waiting.get(hashes.key).sequences[0]
+    count = len(tokens) // blocks.block_size
+    names = [blocks.names.state(each) for each in sequence.prefix_hashes.first(count, tokens)]
+    driver.scheduler.abort(hashes.key)
+    return [4 * index for index, each in enumerate(names, 1) if len(blocks.pool.hits(each)) == 2]
+
+
+@pytest.mark.parametrize(("max_tokens", "num_cached"), [(3, 56), (4, 56), (20, 64), (80, 128)])
+def test_the_next_turn_continues_before_the_end_of_the_prompt_or_of_64_output_tokens(max_tokens: int, num_cached: int):
+    driver = Driver(make_config(**STATED))
+    first = make_request(1, prompt_len=60, max_tokens=max_tokens)
+    driver.submit(first)
+    driver.finish(first)
+    turn = make_request(2, prompt=[*first.prompt, *driver.outputs[1], 1, 2, 3], max_tokens=4)
+    driver.submit(turn)
+    driver.finish(turn)
+    assert driver.usage[2].cached_tokens == num_cached
+
+
+def test_prompts_that_part_leave_a_checkpoint_where_they_part():
+    driver = Driver(make_config(**STATED))
+    requests = [make_request(1 + index, prompt=prompt_of(40 + index, 20 * index), max_tokens=2) for index in range(2)]
+    requests.append(make_request(3, prompt=[*prompt_of(20), *[49] * 9], max_tokens=2))
+    for request in requests:
+        driver.submit(request)
+        driver.finish(request)
+    # The first one has no checkpoint at 20 tokens. The second one, which parts there, makes one for the third.
+    assert [driver.usage[handle].cached_tokens for handle in (1, 2, 3)] == [0, 0, 20]
+
+
+def test_requests_that_wait_for_a_prompt_find_a_checkpoint_where_they_part():
+    driver = Driver(make_config(**STATED, max_num_batched_tokens=16))
+    first, second = (make_request(1 + index, prompt=prompt_of(100, 80 * index), max_tokens=2) for index in range(2))
+    driver.submit(first)
+    driver.next_plan()
+    driver.submit(second)
+    driver.finish(first, second)
+    assert driver.usage[2].cached_tokens == 80
+
+
+def test_forks_share_the_prompt_and_have_a_state_each():
+    num_forks, num_prompt, size = 32, 8000, 16
+    config = make_config(
+        num_blocks=18_000,
+        block_size=size,
+        state_blocks=4,
+        max_num_seqs=num_forks,
+        max_num_batched_tokens=8192,
+        max_model_len=8192,
+    )
+    driver = Driver(config, max_in_flight=1)
+    request = make_request(1, prompt_len=num_prompt + 5, max_tokens=3, num_sequences=num_forks)
+    driver.submit(request)
+    driver.run_steps(1)
+    driver.plan()
+    once = -(-num_prompt // size)
+    assert len(driver.scheduler.running) == 1
+    assert driver.scheduler.batch.blocks.pool.num_used <= 1.05 * (once + num_forks * config.state_blocks + num_forks)
+    driver.deliver()
+    driver.finish(request)
+
+
+def test_only_the_newest_checkpoint_of_output_is_kept():
+    driver = Driver(make_config(**STATED))
+    request = make_request(1, prompt_len=10, max_tokens=300)
+    driver.submit(request)
+    driver.finish(request)
+    assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == [8, 256]
+
+
+@pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])
+def test_checkpoints_take_only_blocks_that_nobody_needs(num_blocks: int, are_made: bool):
+    # Two sequences of 8 blocks and a state each have 20 blocks, and take two more for their next tokens.
+    driver = Driver(make_config(**STATED | {"num_blocks": num_blocks}, max_num_batched_tokens=64), max_in_flight=1)
+    requests = [make_request(handle, prompt_len=32, max_tokens=3) for handle in (1, 2)]
+    driver.submit(*requests)
+    plan = driver.next_plan()
+    assert len(plan.assign) == 2
+    assert bool(plan.checkpoints) == are_made
+    driver.finish(*requests)
+    assert driver.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("num_blocks", [4, 8])
+def test_a_pool_without_room_for_two_states_is_refused(num_blocks: int):
+    with pytest.raises(ValueError, match="a sequence needs room for two and for its tokens"):
+        make_config(num_blocks=num_blocks, state_blocks=4)
+
+
+def test_the_last_token_of_a_prompt_is_computed_with_the_output_behind_it():
+    driver = Driver(make_config(**STATED, max_num_batched_tokens=64), max_in_flight=1)
+    # The checkpoint of the other one is before the last token of this prompt.
+    other = make_request(1, prompt=prompt_of(38), max_tokens=2)
+    request = make_request(2, prompt=prompt_of(37), max_tokens=6)
+    driver.submit(other)
+    driver.finish(other)
+    driver.submit(request)
+    driver.run_steps(1)
+    driver.preempt(request)
+    driver.finish(request)
+
+
+def test_a_prompt_goes_on_however_small_its_share_of_a_step_is():
+    driver = Driver(make_config(**STATED, max_num_batched_tokens=16, max_prefill_share=0.01), max_in_flight=1)
+    request = make_request(1, prompt=prompt_of(90), max_tokens=2)
+    driver.submit(request)
+    driver.run_steps(1)
+    for handle in range(2, 30):
+        driver.submit(make_request(handle, prompt_len=30, max_tokens=1))
+    driver.run_steps(10)
+    (sequence,) = driver.scheduler.running.get(request.key).sequences
+    assert sequence.row is not None
+    assert driver.scheduler.batch.rows.num_computed[sequence.row] > 30
 
 
 def test_a_preempted_sequence_does_not_continue_with_the_last_token_of_its_prompt_alone():
