@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import VictimTables
+from scheduler_svc.core.kv_cache import VictimTables, num_cached
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
@@ -278,8 +278,8 @@ class TokenShares:
         """Tokens that a waiting group has to compute. Cached for one step, since many rows need it."""
         key, blocks = group.request.key, self._batch.blocks
         if key not in self._num_uncached:
-            num_cached = blocks.num_cached(group.computing[0]) * blocks.block_size
-            self._num_uncached[key] = group.num_tokens_to_compute - num_cached
+            cached_tokens = num_cached(blocks, group.computing[0]) * blocks.block_size
+            self._num_uncached[key] = group.num_tokens_to_compute - cached_tokens
         return self._num_uncached[key]
 
     def _group_in(self, row: int) -> SequenceGroup:

@@ -19,6 +19,7 @@ from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
+from scheduler_svc.core.kv_cache import num_cached
 from scheduler_svc.core.moves import Arriving, Lease
 from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -401,7 +402,7 @@ class CheckedScheduler(Scheduler):
             return True
         known = self.shares._num_uncached
         for group in self.waiting.next_few(admission._NUM_LOOKED_AT):
-            uncached = group.num_tokens_to_compute - blocks.num_cached(group.computing[0]) * blocks.block_size
+            uncached = group.num_tokens_to_compute - num_cached(blocks, group.computing[0]) * blocks.block_size
             if min(uncached, known.get(group.request.key, uncached)) < length:
                 return True
         return False
