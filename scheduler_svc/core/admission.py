@@ -171,7 +171,8 @@ class Room:
         of them would not make enough."""
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
-        missing = blocks.missing(needed, reserve=reserve)
+        # Blocks that must become free before the group may start in addition to others.
+        missing = needed + max(reserve, blocks.watermark_blocks) - blocks.pool.num_free
         missing_rows = self._missing_rows(group)
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]

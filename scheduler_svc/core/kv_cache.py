@@ -82,10 +82,6 @@ class BlockManager(BlockTables[Sequence]):
         self.pool.touch(parent.state_blocks)
         child.state_blocks = list(parent.state_blocks)
 
-    def missing(self, num_blocks: int, *, reserve: int) -> int:
-        """Blocks that must become free before such a group may start in addition to others."""
-        return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
-
     def cached(self, sequence: Sequence) -> list[BlockId]:
         """Sequences that are computed together share all blocks that they have in common only if each has the windows
         of the others."""
