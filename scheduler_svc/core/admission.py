@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import VictimTables
+from scheduler_svc.core.kv_cache import VictimTables, num_cached
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
@@ -171,7 +171,8 @@ class Room:
         of them would not make enough."""
         rows, blocks, running = self._batch.rows, self._batch.blocks, self._running
         needed, reserve = self._blocks_needed(group, to_grow)
-        missing = blocks.missing(needed, reserve=reserve)
+        # Blocks that must become free before the group may start in addition to others.
+        missing = needed + max(reserve, blocks.watermark_blocks) - blocks.pool.num_free
         missing_rows = self._missing_rows(group)
         # If all leave, the group runs by itself, as every group can, unless room is kept for others.
         all_leave = len(candidates) == len(running) and not self._reservations[Kind.PROMISE]
@@ -278,8 +279,8 @@ class TokenShares:
         """Tokens that a waiting group has to compute. Cached for one step, since many rows need it."""
         key, blocks = group.request.key, self._batch.blocks
         if key not in self._num_uncached:
-            num_cached = blocks.num_cached(group.computing[0]) * blocks.block_size
-            self._num_uncached[key] = group.num_tokens_to_compute - num_cached
+            cached_tokens = num_cached(blocks, group.computing[0]) * blocks.block_size
+            self._num_uncached[key] = group.num_tokens_to_compute - cached_tokens
         return self._num_uncached[key]
 
     def _group_in(self, row: int) -> SequenceGroup:

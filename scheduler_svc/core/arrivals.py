@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import sealed_start
+from scheduler_svc.core.kv_cache import num_cached, sealed_start
 from scheduler_svc.core.moves import Lease
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
@@ -54,7 +54,7 @@ class Arrivals:
         check_queue(request, state.waiting, state.config)
         group = self.arrive(request, now)
         # Hashes its blocks now, so that the step that admits it need not.
-        state.batch.blocks.num_cached(group.computing[0])
+        num_cached(state.batch.blocks, group.computing[0])
         if not state.trials.are_on:
             state.preparations.arrived(request, len(state.waiting))
 

@@ -82,10 +82,6 @@ class BlockManager(BlockTables[Sequence]):
         self.pool.touch(parent.state_blocks)
         child.state_blocks = list(parent.state_blocks)
 
-    def missing(self, num_blocks: int, *, reserve: int) -> int:
-        """Blocks that must become free before such a group may start in addition to others."""
-        return num_blocks + max(reserve, self._watermark_blocks) - self.pool.num_free
-
     def cached(self, sequence: Sequence) -> list[BlockId]:
         """Sequences that are computed together share all blocks that they have in common only if each has the windows
         of the others."""
@@ -260,6 +256,12 @@ class BlockManager(BlockTables[Sequence]):
         tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
         return sealed
 
+    def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
+        """`States.seal`, which is logged."""
+        sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
+        tell(self.pool.log, self.names.of_state, checkpoint.sequence, end - 1, end, sealed)
+        return sealed
+
     def missing_hashes(
         self, sequences: SequenceOf[Sequence], tier: Container[BlockHash] | None = None
     ) -> tuple[list[BlockId], list[BlockHash]]:
@@ -379,10 +381,6 @@ class BlockManager(BlockTables[Sequence]):
         """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
         return [self.cached_start(sequence).version for sequence in sequences]
 
-    def num_cached(self, sequence: Sequence) -> int:
-        """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
-        return len(self.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks) // self.num_groups
-
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
         them that the sequence may take from others."""
@@ -395,6 +393,11 @@ def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
     """Whether a sequence may continue from a checkpoint after this number of token blocks. One that has output may not
     begin with the last token of its prompt, which would be the only prompt token of its step."""
     return num_blocks * sequence.prefix_hashes.block_size != sequence.num_prompt_tokens - 1
+
+
+def num_cached(blocks: BlockManager, sequence: Sequence) -> int:
+    """Cached blocks at the start of a waiting sequence, among its first _MAX_HASHES_AT_ARRIVAL."""
+    return len(blocks.cached_start(sequence, _MAX_HASHES_AT_ARRIVAL).blocks) // blocks.num_groups
 
 
 def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
@@ -455,13 +458,6 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
         hashes = sequence.prefix_hashes.first(num_blocks, sequence.token_ids)
         end, found = blocks.states.find(hashes, num_blocks, lambda _: True)
         yield from zip(found, blocks.names.state(hashes[end - 1]), strict=True) if end else ()
-
-
-def seal_checkpoint(blocks: BlockManager, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
-    """`States.seal`, which is logged."""
-    sealed, end = blocks.states.seal(checkpoint), checkpoint.num_tokens // blocks.block_size
-    tell(blocks.pool.log, blocks.names.of_state, checkpoint.sequence, end - 1, end, sealed)
-    return sealed
 
 
 def tell(

@@ -17,7 +17,7 @@ import numpy as np
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway, seal_checkpoint
+from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
 from scheduler_svc.core.paging import batch
 from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -448,7 +448,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             is_current = self.rows.incarnation[each.row] == each.incarnation
             is_made = each.is_certain or num_known <= each.num_tokens < each.sequence.num_tokens
             if is_current and is_made and each.row not in failed:
-                self.draft.sealed += seal_checkpoint(self.blocks, each)
+                self.draft.sealed += self.blocks.seal_checkpoint(each)
             self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:

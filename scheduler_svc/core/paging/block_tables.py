@@ -79,11 +79,11 @@ class BlockTables(Generic[S]):
         self.layout = layout
         self.block_size, self.num_groups = layout.block_size, layout.num_groups
         self._unread: dict[BlockId, BlockId] = {}  # entries of tables that no layer reads, by their host blocks
-        self._watermark_blocks = math.ceil(watermark * pool.num_blocks)
+        self.watermark_blocks = math.ceil(watermark * pool.num_blocks)
 
     def has_room(self, num_blocks: int, *, reserve: int, others_run: bool) -> bool:
         """Whether a group may take these free blocks, and leave `reserve`, or the watermark, if `others_run`."""
-        return num_blocks + (max(reserve, self._watermark_blocks) if others_run else 0) <= self.pool.num_free
+        return num_blocks + (max(reserve, self.watermark_blocks) if others_run else 0) <= self.pool.num_free
 
     def cached(self, sequence: S) -> list[BlockId]:
         """The blocks of the pool that have the content of the sequence's first blocks."""

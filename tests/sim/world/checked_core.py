@@ -19,6 +19,7 @@ from scheduler_svc.core.arrivals import Arrivals
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.fault_isolation import LOSSES_ON_TRIAL, Progress
+from scheduler_svc.core.kv_cache import num_cached
 from scheduler_svc.core.moves import Arriving, Lease
 from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -233,7 +234,7 @@ class CheckedScheduler(Scheduler):
             growth, num_passes = grow(rows)
             if growth is not None and self._grows_too_far(rows, growth, num_passes, left):
                 self._report(AssertionError(f"{len(rows)} rows get {growth} tokens more of {left}"))
-            if self.batch.blocks.pool.num_free < min(num_free, self.batch.blocks._watermark_blocks):
+            if self.batch.blocks.pool.num_free < min(num_free, self.batch.blocks.watermark_blocks):
                 self._report(AssertionError("drafts take blocks that are kept for next tokens"))
             return growth, num_passes
 
@@ -321,7 +322,7 @@ class CheckedScheduler(Scheduler):
             if batch.rows.num_free < sum(len(self.waiting.get(key).unfinished) for key in kept):
                 self._report(AssertionError(f"{group.request.request_id} takes a row that is kept for another one"))
             left = batch.blocks.pool.num_free - (batch.blocks_for_decodes() if comes_back else 0)
-            if left < (max(reserve, batch.blocks._watermark_blocks) if others_run else 0):
+            if left < (max(reserve, batch.blocks.watermark_blocks) if others_run else 0):
                 self._report(AssertionError(f"{group.request.request_id} leaves {left} blocks, others need {reserve}"))
             return done
 
@@ -401,7 +402,7 @@ class CheckedScheduler(Scheduler):
             return True
         known = self.shares._num_uncached
         for group in self.waiting.next_few(admission._NUM_LOOKED_AT):
-            uncached = group.num_tokens_to_compute - blocks.num_cached(group.computing[0]) * blocks.block_size
+            uncached = group.num_tokens_to_compute - num_cached(blocks, group.computing[0]) * blocks.block_size
             if min(uncached, known.get(group.request.key, uncached)) < length:
                 return True
         return False
@@ -439,7 +440,7 @@ class CheckedScheduler(Scheduler):
         holders = Counter(block for each in sequences for block in (*each.block_table, *each.state_blocks))
         num_freed = sum(count == pool.ref_count(block) for block, count in holders.items() if block not in taken)
         needed, reserve = self._needed_by(group)
-        return needed + max(reserve, blocks._watermark_blocks) <= pool.num_free + num_freed
+        return needed + max(reserve, blocks.watermark_blocks) <= pool.num_free + num_freed
 
     def _needed_by(self, group: SequenceGroup) -> tuple[int, int]:
         """Blocks that a group takes as it enters, and that it leaves then for the next tokens of all."""

@@ -296,19 +296,14 @@ def make_with_states(directory: Path) -> CausalLM:
     return load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
 
 
-def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_no_drafts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tmp_path: Path) -> None:
     model = make_with_states(tmp_path)
     info = make_worker(model, load("--max-num-seqs", "2", "--block-size", "4"), DeviceLoop()).info
     assert model.state is not None
     assert info.pool.state_blocks == model.state.num_blocks(info.pool.block_bytes)
     # As many as two sequences of 512 tokens need, each with its state and a checkpoint.
     assert info.pool.num_gpu_blocks == 2 * (512 // 4 + 2 * info.pool.state_blocks)
-    assert (info.limits.max_drafts, info.limits.max_passes) == (0, 8)
-    messages = [record.getMessage() for record in caplog.records]
-    assert any(each.startswith("Qwen3_5ForCausalLM has no speculative decoding: ") for each in messages)
+    assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 
 
 def test_what_is_not_served_with_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler_svc.core import kv_cache, planner, prefix_index
+from scheduler_svc.core import admission, kv_cache, planner, prefix_index
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.kv_cache import BlockManager, VictimTables
 from scheduler_svc.core.policy import FairPolicy
@@ -322,7 +322,7 @@ def test_waiting_prompts_are_looked_up_once_a_step_however_many_longer_ones_are_
     driver.submit(make_request(4, prompt=[5] * 1000 + [7] * 5, max_tokens=2))
     driver.run_steps(2)
     assert len(driver.scheduler.running) == 3
-    looks = counted(BlockManager, "num_cached")
+    looks = counted(admission, "num_cached")
     driver.plan()
     assert len(looks) == 2
     driver.deliver()
