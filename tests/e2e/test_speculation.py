@@ -148,6 +148,7 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
         ("qwen3.5", "bfloat16", MULTI_STEP),
         ("lfm2", "float32", MULTI_STEP),
         ("lfm2", "bfloat16", []),
+        ("mamba", "bfloat16", MULTI_STEP),
     ],
 )
 def test_states_are_those_without_drafts(family: str, dtype: str, flags: list[str], tmp_path: Path) -> None:

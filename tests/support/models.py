@@ -539,7 +539,7 @@ STATES: dict[str, Family] = {
             "linear_num_heads": 4,
             "linear_head_dim": 32,
             "v_head_dim": 32,
-            "moe_intermediate_size": 48,
+            "moe_intermediate_size": 64,
             "num_experts": 4,
             "num_experts_per_token": 2,
             "num_shared_experts": 1,
