@@ -120,7 +120,7 @@ def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: M
     [
         ({}, "names no architecture"),
         ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
-        ({"model_type": "mamba"}, "names no architecture, and its model_type is mamba; supported are GPT2LMHeadModel"),
+        ({"model_type": "zamba"}, "names no architecture, and its model_type is zamba; supported are GPT2LMHeadModel"),
         *(({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}, "eos_token_id") for eos in WRONG_EOS),
     ],
 )
