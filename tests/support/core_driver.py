@@ -491,11 +491,11 @@ class FakeDevice:
         """Checks that each block that a step sealed holds the tokens of its hash, for one of these tenants."""
         for block, content in plan.sealed:
             held = self.blocks[block][-1]
-            is_state = isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]
-            assert isinstance(held, int) or is_state, f"block {block} is sealed, and it is not full or not finite"
-            number, group = (
-                (held[1], self.layout.num_groups - 100 - held[0]) if is_state else divmod(held, self.layout.num_groups)
-            )
+            if isinstance(held, tuple) and held[0] <= self._state(0, 0)[0]:
+                number, group = held[1], self.layout.num_groups - 100 - held[0]
+            else:
+                assert isinstance(held, int), f"block {block} is sealed, and it is not full or not finite"
+                number, group = divmod(held, self.layout.num_groups)
             tokens = self.contexts.tokens(number)
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))

@@ -519,7 +519,11 @@ class CheckedScheduler(Scheduler):
             if all(in_group(names[index], group) in known for index, group in self._read_behind(num_blocks))
             and self._state_names(names[:num_blocks]) <= known.keys()
             # Nor must it be with output behind it.
-            and not (self.config.state_blocks and num_blocks * blocks.block_size == sequence.num_prompt_tokens - 1)
+            and not (
+                num_blocks
+                and self.config.state_blocks
+                and num_blocks * self.config.block_size == sequence.num_prompt_tokens - 1
+            )
         )
         if (found := len(blocks.cached_start(sequence).blocks)) != longest * blocks.num_groups:
             name = sequence.request.request_id

@@ -165,7 +165,8 @@ async def test_there_are_no_events_of_checkpoints_of_states() -> None:
     assert told
     # A block that came without tokens, and turns out to be of a checkpoint.
     late, state = BlockHash(bytes(31) + b"x"), CachedTokens(None, [1] * 4, group=1)
-    for stored in ({late: None}, {late: state}):
+    for tokens in (None, state):
+        stored: dict[BlockHash, CachedTokens | None] = {late: tokens}
         publisher.publish(CacheChanges(False, [], stored, tier_stored=[late]), config)
     publisher.publish(CacheChanges(False, [late], {}), config)
     events = [(kind, fields["block_hashes"]) for payload in socket.payloads[-2:] for kind, fields in events_in(payload)]
