@@ -471,7 +471,7 @@ def _scaled(arrange: Callable[[torch.Tensor], torch.Tensor], scale: float) -> Ca
 
 
 def _turned(stored: torch.Tensor, num_keys: int, num_values: int) -> torch.Tensor:
-    """Rows of heads of value, of which the file has the first of each key, then the second of each."""
+    """Rows of heads of value. The file has the first head of each key, then the second of each."""
     of_heads = stored.unflatten(0, (num_values // num_keys, num_keys, -1))
     return of_heads.transpose(0, 1).flatten(0, 2)
 

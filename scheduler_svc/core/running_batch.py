@@ -424,7 +424,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         return 0 if computed and num_left > 0 and size == 1 else size
 
     def _plan_checkpoints(self, step_id: int) -> None:
-        """Adds the checkpoints of the rows to the step, as far as there are free blocks for them."""
+        """Adds the checkpoints of the rows to the step, until no free blocks are left for them."""
         table, states, planned = self.rows, self.blocks.states, list[Checkpoint]()
         reserve = self.blocks_to_grow(1)
         for row, num_new, num_computed, growth in self.draft.lengths():
@@ -442,7 +442,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             self.draft.checkpoints = tuple((each.row, each.num_tokens, tuple(each.blocks)) for each in planned)
 
     def end_checkpoints(self, due: SequenceOf[tuple[Checkpoint, int]], *, failed: Container[int]) -> None:
-        """The result of a step came: seals those of its checkpoints that it made. Each of `due` has the number of known
+        """The result of a step came: seals the checkpoints that it made. Each of `due` has the number of known
         tokens of its sequence before; rows in `failed` computed values that are not finite."""
         for each, num_known in due:
             is_current = self.rows.incarnation[each.row] == each.incarnation

@@ -30,7 +30,7 @@ class Checkpoint:
     """A copy of a row's state that a step in flight makes.
 
     Attributes:
-        incarnation: Of the row, as in `RowTable`.
+        incarnation: The row's, as in `RowTable`.
         num_tokens: The state is the one after this number of tokens of the sequence.
         is_certain: The step computes them in any case. Otherwise only if the row's tokens all come.
         blocks: Hold the copy, with a reference until the step's result came.
@@ -72,8 +72,8 @@ class States:
         self.copies += zip(checkpoint, sequence.state_blocks, strict=False)
 
     def begin_further(self, sequence: Sequence, names: SequenceOf[BlockHash], host: HostMemory) -> None:
-        """Makes a sequence begin with the checkpoint of these names, of which some blocks are here and the others on
-        the host, instead of the one that it was given."""
+        """Makes a sequence begin with the checkpoint of these names, instead of the one that it was given. Some of
+        its blocks are here, and the others on the host."""
         own = set(sequence.state_blocks)
         self.copies = [(source, block) for source, block in self.copies if block not in own]
         for name, block in zip(names, sequence.state_blocks, strict=True):
@@ -123,8 +123,8 @@ class States:
     def wanted(self, sequence: Sequence, start: int, end: int, certain_end: int | None = None) -> Iterator[int]:
         """The numbers of tokens, above `start` and up to `end`, after which there should be a checkpoint: before the
         end of the prompt, which the next prompt of a conversation begins with, where another sequence went another
-        way, and at intervals. If the sequence may come only to `certain_end`, there are several of output, of which the
-        last one that it comes to is kept."""
+        way, and at intervals. If the sequence may come only to `certain_end`, there are several of output, and
+        the last one that it comes to is kept."""
         size, num_prompt = self._block_size, sequence.num_prompt_tokens
         places = {(num_prompt - 2) // size * size, *sequence.partings}
         prompt_end = min(end, num_prompt)

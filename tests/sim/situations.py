@@ -773,7 +773,7 @@ def _drafts_that_do_not_pay(seed: int, draw: Random) -> Plan:
 
 
 def _sequences_behind_windows(seed: int, draw: Random) -> Plan:
-    """Requests of several sequences, some of which got more drafts than others, are computed again. Host memory has
+    """Requests of several sequences, which got unequal numbers of drafts, are computed again. Host memory has
     blocks of them; their prompts are longer than windows."""
     layout, requests = _preempting(draw)
     size = draw.choice((2, 4))

@@ -230,7 +230,7 @@ class WorkerRow:
     """The numbers of the prefixes of the sequence."""
     state_blocks: list[int] = field(default_factory=list[int])
     checkpoints: list[tuple[int, Sequence[int]]] = field(default_factory=list[tuple[int, Sequence[int]]])
-    """Of the step that runs."""
+    """The checkpoints of the step that runs."""
 
 
 @dataclass

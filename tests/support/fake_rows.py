@@ -31,7 +31,7 @@ class FakeRow:
     num_computed: int = 0
     state_blocks: list[int] = field(default_factory=list[int])
     checkpoints: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    """Of the step that runs: numbers of tokens, and the blocks to which the state after these is written."""
+    """The step that runs has these: numbers of tokens, and the blocks to which the state after these is written."""
 
     def copy(self) -> "FakeRow":
         return replace(

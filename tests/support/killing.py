@@ -29,8 +29,8 @@ class TooLateError(Exception):
 
 async def until_hit(scenario: Callable[[], Awaitable[T]]) -> T:
     """The result of a scenario, which starts again if it raises TooLateError: streams may run to their ends while this
-    process, or a process of the server, stands still. What takes the processors may last, a compiler for example: each
-    attempt waits one second longer than the one before."""
+    process, or a process of the server, stands still. Other work on the processors may last, for example a
+    compiler's: each attempt waits one second longer than the one before."""
     for pause_s in range(1, _MAX_ATTEMPTS):
         with contextlib.suppress(TooLateError):
             return await scenario()

@@ -156,7 +156,7 @@ class DraftStates:
 
     @property
     def max_drafts(self) -> int:
-        """Of all rows in a pass."""
+        """The maximum for all rows of a pass."""
         return len(self._blocks)
 
     def add_checkpoints(self, drafted: DraftedBatch) -> DraftedBatch:
@@ -270,7 +270,7 @@ class Drafts:
 
     def expand(self, batch: Batch, checkpoints: Int32Array) -> DraftedBatch:
         """Moves rows that sample to their real positions, which the scheduler may not know, and adds an entry for each
-        draft. `begin_pass` has written the drafts to the rows. `checkpoints` are those of the step."""
+        draft. `begin_pass` has written the drafts to the rows. `checkpoints` are the step's."""
         samplers, sources = batch.samples.T
         places = sample_places(batch)
         computed = batch.num_computed_tokens.copy()

@@ -77,7 +77,7 @@ class KvPool:
     host: tuple[Tensor, ...]
     padding_block: int | None = None
     """The first of the extra blocks of `gpu` that no sequence has, for what is computed and not kept: one block for
-    tokens; if layers keep states, the blocks of a state more, and then those of `num_draft_states` states."""
+    tokens; if layers keep states, a state's more, and then the blocks of `num_draft_states` states."""
     num_draft_states: int = 0
     """The states after drafts that a pass may keep until it is known which drafts are right."""
     seals: SealInventory | None = None

@@ -1,4 +1,4 @@
-"""State space layers of Mamba (arXiv 2312.00752), alone or in hybrids of it and attention."""
+"""State space layers of Mamba (arXiv 2312.00752), with or without attention in other layers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

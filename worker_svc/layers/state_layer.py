@@ -27,7 +27,7 @@ class StateSize:
 
     @property
     def num_bytes(self) -> int:
-        """Of all units."""
+        """The number of bytes of all units."""
         return self.num_units * self.unit_bytes
 
     def num_blocks(self, block_bytes: int) -> int:

@@ -126,7 +126,7 @@ class CheckedScheduler(Scheduler):
         self._answered_at = 0.0
         self._times_of: dict[RequestKey, list[float]] = {}
         self._fetched = set[RequestKey]()
-        """Requests of which blocks were asked for."""
+        """Requests whose blocks were asked for."""
         self._entered: dict[RequestKey, dict[int, int]] = {}
         """Tokens that sequences had when their groups entered the batch last."""
         self._started_at: dict[RequestKey, float] = {}
@@ -546,7 +546,7 @@ class CheckedScheduler(Scheduler):
         num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
         left = self.config.max_num_batched_tokens - num_decodes
         least = admission.LEAST_CHUNK_WITH_STATE if self.config.state_blocks else 1
-        # What is left must not be one token, if layers keep states.
+        # The rest must not be one token, if layers keep states.
         slack = int(self.config.state_blocks > 0)
         if chunks.get(row, 0) < min(length, max(least, int(left * self.config.max_prefill_share)) - slack):
             name = self.batch.sequence(row).request.request_id

@@ -701,7 +701,7 @@ def draw_other_model(draw: Random, servers: Sequence[str], over_s: float, own: M
 
 
 def draw_other_pool(draw: Random, workers: Sequence[str], at: float, worker: FakeWorkerConfig) -> OtherPool:
-    """Draws another pool for one of the workers, all of which are like `worker`. Requests that fit still fit."""
+    """Draws another pool for one of the workers, which are all like `worker`. Requests that fit still fit."""
     size = draw.choice((worker.block_size, 2, 4, 16))
     num_blocks = worker.num_blocks * worker.block_size // size
     num_blocks = draw.choice((num_blocks, num_blocks + 7, 2 * num_blocks))

@@ -301,7 +301,7 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     info = make_worker(model, load("--max-num-seqs", "2", "--block-size", "4"), DeviceLoop()).info
     assert model.state is not None
     assert info.pool.state_blocks == model.state.num_blocks(info.pool.block_bytes)
-    # As many as two sequences of 512 tokens need, each with its state and a checkpoint.
+    # The blocks that two sequences of 512 tokens need, each with its state and a checkpoint.
     assert info.pool.num_gpu_blocks == 2 * (512 // 4 + 2 * info.pool.state_blocks)
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 

@@ -9,7 +9,7 @@ STATED = {"state_blocks": 2, "num_blocks": 400, "max_model_len": 512}
 
 
 def prompt_of(length: int, end: int = 0) -> list[int]:
-    """A prompt, of which the tokens from `end` on are others."""
+    """A prompt whose tokens from `end` on are others."""
     return [(7 * place + 40 * (place >= end > 0)) % 50 for place in range(length)]
 
 
