@@ -196,7 +196,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         num_blocks = batch.num_in_common(row, sequence, num_known)
         num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
         self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
-        if not batch.will_have_state(row, num_blocks):
+        if not batch.ask_for_checkpoint(row, num_blocks):
             return False
         batch.underway.hold(group.request.key, row, num_blocks)
         self._state.waiting.hold(group.request.key)

@@ -474,12 +474,15 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.states.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
-    def will_have_state(self, row: int, num_blocks: int) -> bool:
-        """Whether a sequence that takes the first `num_blocks` blocks of a row will find a checkpoint behind them, if
-        layers keep states. The row makes one there, unless its state is a later one by now."""
+    def ask_for_checkpoint(self, row: int, num_blocks: int) -> bool:
+        """Makes a row leave a checkpoint behind its first `num_blocks` blocks, for a sequence that will take these.
+        Returns whether that sequence can continue behind them: not if layers keep states and the row's is a later one.
+        """
+        if not self.blocks.states.size:
+            return True
         place = num_blocks * self._block_size
-        if not self.blocks.states.size or self.rows.num_computed[row] >= place:
-            return not self.blocks.states.size
+        if self.rows.num_computed[row] >= place:
+            return False
         self.sequence(row).partings.add(place)
         return True
 

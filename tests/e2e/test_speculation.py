@@ -159,14 +159,14 @@ def test_states_are_those_without_drafts(family: str, dtype: str, flags: list[st
     # Without the rules for tokens that this vocabulary does not have.
     requests = [each for each in make_requests(vocab_size) if each.key.handle != 9]
     expected, size = off.run(requests), off.worker.info.pool.state_blocks
-    alone = [make_request(0, requests[0].prompt, max_tokens=150, sampling={"temperature": 0.0})]
-    text = off.run(alone)[0, 0].token_ids
+    lone = [make_request(0, requests[0].prompt, max_tokens=150, sampling={"temperature": 0.0})]
+    text = off.run(lone)[0, 0].token_ids
     # The second goes on from the state after a part of the first one's output.
-    alone.append(make_request(1, [*alone[0].prompt, *text, 30], seed=1, sampling={"temperature": 0.9}))
-    expected_alone = off.run(alone, max_num_seqs=1)
+    lone.append(make_request(1, [*lone[0].prompt, *text, 30], seed=1, sampling={"temperature": 0.9}))
+    expected_lone = off.run(lone, max_num_seqs=1)
     usages = dict(off.usages)
     assert usages[1].cached_tokens > 100
-    right = RightDrafter(texts_of(requests, expected) + texts_of(alone, expected_alone))
+    right = RightDrafter(texts_of(requests, expected) + texts_of(lone, expected_lone))
     for name, drafter in {
         "right": right,
         "wrong": WrongDrafter(1, vocab_size),
@@ -175,7 +175,7 @@ def test_states_are_those_without_drafts(family: str, dtype: str, flags: list[st
         on.use(drafter)
         assert on.run(requests) == expected, name
         assert on.run(requests, num_blocks=30 + 8 * size, preemption_mode=PreemptionMode.SWAP) == expected, name
-        assert on.run(alone, max_num_seqs=1) == expected_alone, name
+        assert on.run(lone, max_num_seqs=1) == expected_lone, name
         assert on.usages[1].cached_tokens == usages[1].cached_tokens, name
         assert on.num_drafts > 0
         assert (on.num_accepted > 20) == (name != "wrong"), name

@@ -910,7 +910,7 @@ class CheckedScheduler(Scheduler):
 
     def _that_makes(self, group: SequenceGroup, num_blocks: int) -> list[int] | None:
         """The rows that the group waits for; None if one of them is to make a checkpoint behind this number of blocks,
-        as far as there is room."""
+        until there is no more room."""
         place, states = num_blocks * self.config.block_size, self.batch.blocks.states
         rows = [row for row, end, key in self.batch.underway.awaited() if (key, end) == (group.request.key, num_blocks)]
         computed = self.batch.rows.num_computed

@@ -58,7 +58,7 @@ def test_a_prompt_in_chunks_gives_the_bits_of_the_prompt_in_one(case: Case) -> N
 def test_company_and_threads_change_no_bit(case: Case, threads: int) -> None:
     memory = Memory(case.shape)
     sequences = [case.make(count) for count in (COUNT, 1, 30, 65)]
-    alone = [
+    lone = [
         in_one(memory, case, Part(tokens, memory.new_table(), 0, len(tokens["x" if "x" in tokens else "key"])))
         for tokens in sequences
     ]
@@ -73,7 +73,7 @@ def test_company_and_threads_change_no_bit(case: Case, threads: int) -> None:
             ],
         )
     outputs = [torch.cat((first[1], then[0])), then[2], torch.cat((first[0], then[3])), torch.cat((first[2], then[1]))]
-    for output, table, (expected, state) in zip(outputs, tables, alone, strict=True):
+    for output, table, (expected, state) in zip(outputs, tables, lone, strict=True):
         assert torch.equal(output, expected)
         assert torch.equal(memory.state(table), state)
 
@@ -158,8 +158,8 @@ def test_elements_do_not_depend_on_their_place_in_a_vector() -> None:
             assert torch.equal(each, whole[:, i:])
     x, weight = torch.randn(4, 120), torch.rand(24)
     normed = ops.gated_norm(x, x, weight, 1e-6, 24, norm_first=True)
-    alone = ops.gated_norm(x[1:2, 48:72], x[1:2, 48:72], weight, 1e-6, 24, norm_first=True)
-    assert torch.equal(normed[1:2, 48:72], alone)
+    lone = ops.gated_norm(x[1:2, 48:72], x[1:2, 48:72], weight, 1e-6, 24, norm_first=True)
+    assert torch.equal(normed[1:2, 48:72], lone)
 
 
 MOST_TOKENS, MOST_ROWS, MOST_CHECKPOINTS = 40, 6, 3

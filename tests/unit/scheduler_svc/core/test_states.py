@@ -88,7 +88,7 @@ def test_only_the_newest_checkpoint_of_output_is_kept():
 
 
 @pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])
-def test_checkpoints_take_only_blocks_that_nobody_needs(num_blocks: int, are_made: bool):
+def test_checkpoints_take_only_blocks_that_no_sequence_needs(num_blocks: int, are_made: bool):
     # Two sequences of 8 blocks and a state each have 20 blocks, and take two more for their next tokens.
     driver = Driver(make_config(**STATED | {"num_blocks": num_blocks}, max_num_batched_tokens=64), max_in_flight=1)
     requests = [make_request(handle, prompt_len=32, max_tokens=3) for handle in (1, 2)]

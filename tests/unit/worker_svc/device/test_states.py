@@ -124,10 +124,10 @@ def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_
 ) -> None:
     model = make(tmp_path, family, dtype)
     first, second = make_prompts(41, 30)
-    alone = Rows(model)
-    expected = alone.run((0, 41), changes=make_changes(assign=[alone.assign(0, first)]), samples=[0])
+    lone = Rows(model)
+    expected = lone.run((0, 41), changes=make_changes(assign=[lone.assign(0, first)]), samples=[0])
     for _ in range(9):
-        expected += alone.run((0, 1), samples=[0])
+        expected += lone.run((0, 1), samples=[0])
     assert all(each.isfinite().all() for each in expected)
 
     rows = Rows(model, max_passes)
@@ -149,7 +149,7 @@ def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_
     while len(actual) < 10:
         actual += rows.run((2, 1), samples=[2])
     assert all(map(torch.equal, expected, actual))
-    assert rows.outputs[2][:10] == alone.outputs[0]
+    assert rows.outputs[2][:10] == lone.outputs[0]
     if max_passes > 1:
         # The checkpoint that a later pass of a step wrote.
         tokens, blocks = [*first, *rows.outputs[2][:7]], rows.tables[0][:11]
