@@ -123,6 +123,23 @@ class OwnedRequest:
             self.expiry = None
 
 
+def keep(events: ClientEvents, requests: Mapping[Handle, OwnedRequest]) -> None:
+    """Adds events to the histories of these requests, by their handle in the events."""
+    if events.with_logprobs:
+        places = [place for place, handle in enumerate(events.handles) if handle in requests]
+        chosen = select(events, places, [events.handles[place] for place in places])
+        for handle, part in split_by_request(chosen).items():
+            requests[handle].history.add(part)
+    else:
+        columns = (events.handles, events.sequence_indices, events.offsets, events.token_ids)
+        for handle, index, offset, token_id in zip(*columns, strict=True):
+            if (owned := requests.get(handle)) is not None:
+                owned.history.add_token(index, offset, token_id)
+    for handle, end in ends_of(events):
+        if (owned := requests.get(handle)) is not None:
+            owned.history.add_end(end)
+
+
 class Delivery:
     """Puts the events of steps into the outboxes of their readers, and into histories.
 
@@ -139,7 +156,7 @@ class Delivery:
     def deliver(self, step_id: int, events: ClientEvents) -> None:
         """Hands out the events of a step. Never waits."""
         if self.kept:
-            self._keep(events)
+            keep(events, self.kept)
         for connection, part in self._by_connection(events).items():
             connection.outbox.put(step_id, part)
 
@@ -160,23 +177,6 @@ class Delivery:
                 owned.history.add_prompt_logprobs(new)
             if owned.reader is not None:
                 owned.reader.connection.outbox.put_prompt_logprobs([replace(new, handle=owned.reader.handle)])
-
-    def _keep(self, events: ClientEvents) -> None:
-        """Adds events to the histories of requests whose events are kept."""
-        kept = self.kept
-        if events.with_logprobs:
-            places = [place for place, handle in enumerate(events.handles) if handle in kept]
-            chosen = select(events, places, [events.handles[place] for place in places])
-            for handle, part in split_by_request(chosen).items():
-                kept[handle].history.add(part)
-        else:
-            columns = (events.handles, events.sequence_indices, events.offsets, events.token_ids)
-            for handle, index, offset, token_id in zip(*columns, strict=True):
-                if (owned := kept.get(handle)) is not None:
-                    owned.history.add_token(index, offset, token_id)
-        for handle, end in ends_of(events):
-            if (owned := kept.get(handle)) is not None:
-                owned.history.add_end(end)
 
     def _by_connection(self, events: ClientEvents) -> Mapping[Connection, ClientEvents]:
         """The events of each stream, under its handles."""

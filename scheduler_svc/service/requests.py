@@ -18,10 +18,19 @@ from quire.runtime.failpoint import failpoint
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey
 from scheduler_svc.core.step import ClientEvents, RequestEnd, Usage
-from scheduler_svc.service.history import Held, PromptLogprobs, Replay, SequenceProgress, split_by_request
+from scheduler_svc.service.history import Held, PromptLogprobs, Replay, SequenceProgress
 from scheduler_svc.service.kept_requests import DurableLimits, DurableRoom, EndedRequests, cancelled_by_id
 from scheduler_svc.service.outbox import Readiness
-from scheduler_svc.service.readers import CallLater, Connection, Delivery, Durable, OwnedRequest, Reader, call_later
+from scheduler_svc.service.readers import (
+    CallLater,
+    Connection,
+    Delivery,
+    Durable,
+    OwnedRequest,
+    Reader,
+    call_later,
+    keep,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -123,9 +132,8 @@ class Requests:
             for entry in outgoing.prompt_logprobs:
                 if (owned := incomplete.get(entry.handle)) is not None:
                     owned.history.add_prompt_logprobs(entry)
-            for handle, events in chain.from_iterable(split_by_request(batch).items() for batch in outgoing.batches):
-                if (owned := incomplete.get(handle)) is not None:
-                    owned.history.add(events)
+            for batch in outgoing.batches:
+                keep(batch, incomplete)
         for owned in reads.values():
             self._update(owned)
 
