@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sources", type=Path, required=True, help="directory of llama.cpp's sources")
     parser.add_argument("--programs", type=Path, required=True, help="directory of llama-server and llama-quantize")
     parser.add_argument("--files", type=Path, required=True, help="directory for models, files and logs")
-    parser.add_argument("--format", default="Q4_K_M", help="format of the file, as llama-quantize names it")
+    parser.add_argument("--format", default="Q4_K_M", help="format of the file, as llama-quantize names it, or BF16")
     parser.add_argument("--quire-flags", default="--quantization=int8-dynamic", help="further flags of `quire serve`")
     parser.add_argument("--threads", type=int, default=2, help="threads of each server")
     parser.add_argument("--ports", default="8201,8202", help="ports of Quire and llama.cpp")
@@ -83,7 +83,8 @@ def _write_file(shape: str, form: str, file: Path, sources: Path, programs: Path
     if not converted.exists():
         _run(sys.executable, "-c", f"import sys; {make}", str(model))
         _run(sys.executable, "-c", _CONVERT, str(sources), str(model), "--outfile", str(converted), "--outtype", "bf16")
-    _run(f"{programs}/llama-quantize", str(converted), str(file), form, "2")
+    if file != converted:
+        _run(f"{programs}/llama-quantize", str(converted), str(file), form, "2")
 
 
 def _run(*command: str) -> None:

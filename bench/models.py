@@ -77,6 +77,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "conv_L_cache": 3,
+        # vLLM reads the width by these names.
+        "block_dim": 2048,
+        "conv_dim": 2048,
         "max_position_embeddings": 32768,
     },
     "gpt-oss-cut": {
