@@ -1,32 +1,32 @@
 """Speed of the control path: steps per second through all services with a worker whose model takes a fixed time.
 
-Clients stream from the gateway over gRPC meanwhile. The ideal is one step per `--step-ms` milliseconds. The report also
-has the tokens that the clients received in the same seconds.
+Compiled clients stream from the gateway over gRPC or HTTP meanwhile. The ideal is one step per `--step-ms`
+milliseconds. The report also has what the clients received in the same seconds, the ages of tokens when they arrived,
+and the processor time of each process.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
 
+from bench.audience import Audience, StepClock, audience
 from bench.paced_worker import Pace
 from bench.report import Series, write_results
-from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs
 
-T = TypeVar("T")
-
-_SETTLE_S = 1.0
+_SETTLE_S = 2.0
+_PROCESSES = ("worker", "scheduler", "gateway")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--front", choices=("grpc", "http"), default="grpc", help="the API of the clients")
     parser.add_argument("--step-ms", type=float, nargs="+", default=[1, 2, 5, 10], help="time of the model")
     parser.add_argument(
         "--pace", choices=[pace.value for pace in Pace], default=Pace.DEVICE.value, help="side that keeps this time"
@@ -40,32 +40,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Steps of the scheduler, tokens and messages that reached clients, each per second over the same seconds."""
+    """Rates of the same seconds, a second: steps of the scheduler, what reached clients, and processor time.
+
+    Attributes:
+        age_p50, age_p99: Milliseconds from the end of a token's step until its client had the token.
+        worker, scheduler, gateway, client: Processors that each process used.
+    """
 
     steps: float
     tokens: float
     messages: float
+    age_p50: float
+    age_p99: float
+    worker: float
+    scheduler: float
+    gateway: float
+    client: float
 
 
-class Audience:
-    """Clients that count the tokens and messages that they get."""
-
-    def __init__(self, client: AsyncClient, num_tokens: int) -> None:
-        self.num_tokens = self.num_messages = 0
-        self._client = client
-        self._options = GenerationOptions(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-
-    async def listen(self, prompt: list[int]) -> None:
-        """Streams one request; raises RuntimeError if a token is missing or comes twice."""
-        expected = 0
-        async with self._client.generate_stream(prompt, self._options) as stream:
-            async for event in stream:
-                self.num_messages += 1
-                if isinstance(event, TokenChunk):
-                    if event.offset != expected:
-                        raise RuntimeError(f"token {expected} was expected, {event.offset} came")
-                    expected += len(event.token_ids)
-                    self.num_tokens += len(event.token_ids)
+_UNITS = {"steps": "1/s", "tokens": "tok/s", "messages": "1/s", "age_p50": "ms", "age_p99": "ms"}
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -79,11 +72,11 @@ async def _main(arguments: argparse.Namespace) -> None:
             found[step_ms].append(await _measure(arguments, step_ms))
     series = []
     for step_ms, rates in found.items():
-        ideal = 1e3 / step_ms
-        shares = Series(f"{step_ms:g} ms, steps of the ideal", "share", tuple(each.steps / ideal for each in rates))
-        tokens = Series(f"{step_ms:g} ms, tokens served", "tok/s", tuple(each.tokens for each in rates))
-        messages = Series(f"{step_ms:g} ms, messages served", "1/s", tuple(each.messages for each in rates))
-        series += [shares, tokens, messages]
+        shares = tuple(each.steps * step_ms / 1e3 for each in rates)
+        series.append(Series(f"{step_ms:g} ms, steps of the ideal", "share", shares))
+        for field in fields(Rates):
+            values = tuple(getattr(each, field.name) for each in rates)
+            series.append(Series(f"{step_ms:g} ms, {field.name}", _UNITS.get(field.name, "cores"), values))
     print(*series, sep="\n")
     if arguments.out is not None:
         write_results(
@@ -92,6 +85,7 @@ async def _main(arguments: argparse.Namespace) -> None:
             series,
             sequences=arguments.sequences,
             pace=arguments.pace,
+            front=arguments.front,
         )
 
 
@@ -102,56 +96,52 @@ async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:
         http_port=0,
         max_num_seqs=arguments.sequences,
         max_num_batched_tokens=max(2048, arguments.sequences),
-        num_gpu_blocks=arguments.sequences * (num_tokens // 16 + 2),
+        num_gpu_blocks=arguments.sequences * (num_tokens // 16 + 4),
         trace_steps=None if arguments.trace is None else str(arguments.trace),
         log_level="warning",
     )
     programs = Programs(worker=(sys.executable, "-m", "bench.paced_worker", arguments.pace, str(step_ms)))
     async with LocalServer(settings, programs=programs) as server:
         await server.wait_ready()
-        async with AsyncClient(server.grpc_address) as client:
-            audience = Audience(client, num_tokens)
-            listeners = [audience.listen([number % 50 + 1] * 8) for number in range(arguments.sequences)]
-            return await beside(_count(server.scheduler_address, audience, arguments), listeners)
+        address = server.http_address if arguments.front == "http" else server.grpc_address
+        async with audience(arguments.front, address, arguments.sequences, num_tokens, StepClock()) as clients:
+            return await _count(server, clients, arguments)
 
 
-async def beside(work: Coroutine[Any, Any, T], listeners: Sequence[Coroutine[Any, Any, None]]) -> T:
-    """Returns the result of `work` while all of `listeners` listen; then cancels them.
-
-    Raises a listener's error at once if it fails meanwhile, and RuntimeError if a listener ends.
-    """
-    working = asyncio.create_task(work)
-    listening = [asyncio.create_task(listener) for listener in listeners]
-    try:
-        done, _ = await asyncio.wait([working, *listening], return_when=asyncio.FIRST_COMPLETED)
-        for listener in done - {working}:
-            await listener
-            raise RuntimeError("a client's stream ended before the measurement")
-        return working.result()
-    finally:
-        for task in (working, *listening):
-            task.cancel()
-        await asyncio.gather(working, *listening, return_exceptions=True)
-
-
-async def _count(scheduler_address: str, audience: Audience, arguments: argparse.Namespace) -> Rates:
-    channel = open_channel(scheduler_address)
+async def _count(server: LocalServer, clients: Audience, arguments: argparse.Namespace) -> Rates:
+    channel = open_channel(server.scheduler_address)
     scheduler = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     try:
         while (await _state(scheduler)).running_requests < arguments.sequences:  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
         await asyncio.sleep(_SETTLE_S)
-        started, before = time.monotonic(), await _state(scheduler)
-        num_tokens, num_messages = audience.num_tokens, audience.num_messages
+        await clients.heard()
+        started, before, used = time.monotonic(), await _state(scheduler), _used(server)
         await asyncio.sleep(arguments.seconds)
-        seconds, after = time.monotonic() - started, await _state(scheduler)
+        heard, after = await clients.heard(), await _state(scheduler)
+        seconds = time.monotonic() - started
+        processors = {name: (now - then) / seconds for (name, now), then in zip(_used(server).items(), used.values())}
         return Rates(
-            (after.steps - before.steps) / seconds,
-            (audience.num_tokens - num_tokens) / seconds,
-            (audience.num_messages - num_messages) / seconds,
+            steps=(after.steps - before.steps) / seconds,
+            tokens=heard.tokens / heard.seconds,
+            messages=heard.messages / heard.seconds,
+            age_p50=heard.ages_ms[0],
+            age_p99=heard.ages_ms[1],
+            client=heard.cpu_s / heard.seconds,
+            **processors,
         )
     finally:
         await channel.close()
+
+
+def _used(server: LocalServer) -> dict[str, float]:
+    """Processor time of each process so far, in seconds."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    used = {}
+    for name in _PROCESSES:
+        fields_of_stat = Path(f"/proc/{server.process(name).pid}/stat").read_text().rpartition(")")[2].split()
+        used[name] = (int(fields_of_stat[11]) + int(fields_of_stat[12])) / ticks
+    return used
 
 
 async def _state(scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> scheduler_pb2.GetStateResponse:

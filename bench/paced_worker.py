@@ -16,6 +16,7 @@ from enum import Enum
 
 import numpy as np
 
+from bench.audience import StepClock
 from quire.model_files.model_source import resolve_model
 from quire.rpc.process import run_service
 from quire.runtime.settings import load_settings
@@ -37,7 +38,6 @@ from worker_svc.step import (
 )
 
 _MAX_MODEL_LEN = 32768
-_TOKEN_ID = 65
 _PR_SET_TIMERSLACK = 29
 _PROGRAM = "paced worker"
 
@@ -55,13 +55,21 @@ class PacedStep:
     """A step that ends at a given time."""
 
     def __init__(
-        self, step: Step, queue_us: int, started: float, ends: float, seals: SealInventory, number: int
+        self,
+        step: Step,
+        queue_us: int,
+        started: float,
+        ends: float,
+        seals: SealInventory,
+        number: int,
+        clock: StepClock,
     ) -> None:
         self._step = step
         self._queue_us = queue_us
         self._started, self._ends = started, ends
         self._seals = seals
         self._number = number
+        self._clock = clock
 
     def wait(self) -> StepOutput:
         time.sleep(max(self._ends - time.perf_counter(), 0))
@@ -71,7 +79,7 @@ class PacedStep:
         return StepOutput(
             step_id=self._step.step_id,
             rows=rows,
-            token_ids=np.full(len(rows), _TOKEN_ID, np.int32),
+            token_ids=np.full(len(rows), self._clock.token_at(time.monotonic()), np.int32),
             logprobs=None,
             candidates=(),
             failed_rows=(),
@@ -86,12 +94,13 @@ def _wake_on_time() -> None:
 
 
 class PacedRunner:
-    """Every row samples the same token; a step takes `step_seconds`."""
+    """Every row samples the token of the time at which the step ends; a step takes `step_seconds`."""
 
     def __init__(self, num_blocks: int, pace: Pace, step_seconds: float) -> None:
         self.is_asynchronous = pace is Pace.DEVICE
         self._seals = SealInventory(num_blocks)
         self._num_steps = 0
+        self._clock = StepClock()
         self._step_seconds = step_seconds
         self._free_at = 0.0
         _wake_on_time()
@@ -102,7 +111,9 @@ class PacedRunner:
         now = time.perf_counter()
         started = max(now, self._free_at) if self.is_asynchronous else now
         self._free_at = started + self._step_seconds
-        return PacedStep(admitted.step, queue_us, started, self._free_at, self._seals, self._num_steps)
+        return PacedStep(
+            admitted.step, queue_us, started, self._free_at, self._seals, self._num_steps, self._clock
+        )
 
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()
