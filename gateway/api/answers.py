@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Set
 from contextlib import aclosing
 from contextvars import ContextVar
@@ -19,6 +20,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import grpc
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -70,11 +72,17 @@ _EVENT_STREAM = {
 }
 _JSON = {"content-type": "application/json"}
 _COMMENT = b": keep-alive\n"
+STREAM_PART = "quire.stream_part"
+"""The extension of a request's scope with which the server takes parts of a stream: a function that writes the next
+part at once, or returns False if it must be sent in the ordinary way."""
 _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
 # Number of list entries that are written at once.
 _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
+_encode = msgspec.json.Encoder().encode
+# Characters that end a line for some readers of server-sent events, such as those that use `str.splitlines`.
+_LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")
 
 
 class ErrorDetail(TypedDict):
@@ -259,8 +267,13 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def as_json(answer: Mapping[str, Any] | LazyList[Any]) -> bytes:
-    """An object or a list as JSON. If called in a thread, other threads run between the pieces of long lists."""
-    return "".join(_parts(answer)).encode()
+    """An object or a list as JSON. If called in a thread, other threads run between the pieces of lazy lists."""
+    try:
+        encoded = _encode(answer)
+    except (TypeError, ValueError, OverflowError):
+        # It has a lazy list, half a surrogate pair, or a number of more than 64 bits.
+        return "".join(_parts(answer)).encode()
+    return "".join(_parts(answer)).encode() if _LINE_ENDS.search(encoded) else encoded
 
 
 def _parts(value: Any) -> Iterator[str]:
@@ -440,11 +453,16 @@ class StreamedResponse(WatchedResponse):
         self._make_events = make
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
+        self._write_part: Callable[[bytes], bool] | None = None
         self._has_started = False
         self._has_ids = False
         self._written_at = 0.0
         # Held during each write.
         self._lock = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write_part = scope.get("extensions", {}).get(STREAM_PART)
+        await super().__call__(scope, receive, send)
 
     def use(self, dialect: Dialect) -> None:
         """Sets the dialect of later errors."""
@@ -485,6 +503,9 @@ class StreamedResponse(WatchedResponse):
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
                 self._has_started = True
             self._written_at = asyncio.get_running_loop().time()
+            is_short_part = not is_last and 0 < len(data) <= _PIECE_BYTES
+            if is_short_part and self._write_part is not None and self._write_part(data):
+                return
             if data or is_last:
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 

@@ -409,11 +409,13 @@ async def _made(num_logprobs: int, make: Callable[[], Answer]) -> Answer:
 
 
 def _num_prompt_logprobs(live: LiveRequest) -> int:
-    return (1 + (live.request.prompt_logprobs or 0)) * len(live.prompt_logprobs)
+    num_positions = len(live.prompt_logprobs)
+    return num_positions and (1 + (live.request.prompt_logprobs or 0)) * num_positions
 
 
 def _num_logprobs(live: LiveRequest, part: GeneratedSequence | Chunk) -> int:
-    return (1 + (live.request.logprobs or 0)) * len(part.logprobs)
+    num_positions = len(part.logprobs)
+    return num_positions and (1 + (live.request.logprobs or 0)) * num_positions
 
 
 async def results_of(live: Sequence[LiveRequest]) -> list[Result]:

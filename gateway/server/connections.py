@@ -15,7 +15,7 @@ import h11
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.api.answers import OPENAI, ErrorAnswer, HttpError, error_answer, send_answer
+from gateway.api.answers import OPENAI, STREAM_PART, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.server.uvicorn_internals import MAX_HEADER_LINES, ConnectionState, Protocol, ServerState, make_config
 from gateway.settings import GatewaySettings
@@ -457,6 +457,8 @@ class HttpConnection(Protocol):
             receive, send_and_note, self._owner.bodies, timeout_s, lambda: self.conn.their_state is not h11.SEND_BODY
         )
         message_memory.set(body.held)
+        if scope["http_version"] == "1.1" and scope["method"] == "POST":
+            scope["extensions"] = {**scope.get("extensions", {}), STREAM_PART: self.write_part}
         try:
             await self._application(scope, body.receive, body.send)
         except asyncio.CancelledError:
