@@ -64,6 +64,31 @@ class TokenBytes:
     prompt: int
 
 
+class News:
+    """An event that at most one task waits for. Streams wait for each token, and asyncio's takes longer."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self) -> None:
+        """Waits until it is set."""
+        while not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+
 class LiveRequest:
     """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
 
@@ -120,7 +145,7 @@ class LiveRequest:
         self._first_token_at: float | None = None
         self._last_token_at = self._arrived_at
         self._error: QuireError | None = None
-        self._news = asyncio.Event()
+        self._news = News()
         self._ended = asyncio.Event()
         self._on_over: Callable[[], object] = lambda: None
 
@@ -390,7 +415,8 @@ class LiveRequest:
 
     async def _wait_for_news(self) -> None:
         """Waits for news of the scheduler. Raises QuireError if the request failed."""
-        await self._news.wait()
+        if not self._news.is_set():
+            await self._news.wait()
         self._news.clear()
         if self._error is not None:
             raise self._error

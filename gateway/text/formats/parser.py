@@ -64,6 +64,9 @@ NOTHING = Output()
 
 def joined(pieces: Sequence[Output]) -> Output:
     """Consecutive pieces as one; the parts of one call as one part."""
+    pieces = [piece for piece in pieces if piece is not NOTHING]
+    if len(pieces) <= 1:
+        return pieces[0] if pieces else NOTHING
     calls: list[tuple[ToolCallDelta, list[str]]] = []
     for piece in pieces:
         for call in piece.tool_calls:
