@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from gateway.replicas.events import (
     Chunk,
@@ -334,7 +335,7 @@ class LiveRequest:
         """Ends the request with an unexpected error, which is logged; its reader gets no details."""
         request_id = self.request.request_id
         _logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra={REQUEST_ID: request_id})
-        self.fail(Internal("an unexpected error; the server's log has more", reason="UNEXPECTED"))
+        self.fail(_unexpected())
 
     def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:
         """Copies up to `max_tokens` tokens of an earlier entry of the same request. Returns whether this entry now has
@@ -408,10 +409,19 @@ class LiveRequest:
 
     def _next_event(self, stream: SequenceStream) -> Chunk | Finished | None:
         num_pending = stream.num_pending
-        chunk = stream.take_token() if self.request.is_steady else stream.take_chunk(self._max_chunk_tokens)
+        is_steady = self.request.is_steady
+        chunk = self._take(stream.take_token if is_steady else partial(stream.take_chunk, self._max_chunk_tokens))
         event = chunk or stream.take_finished()
         self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
         return event
+
+    def _take(self, take: Callable[[], Chunk | None]) -> Chunk | None:
+        """The next output of a sequence. If tokens cannot become text, the request fails: raises QuireError."""
+        try:
+            return take()
+        except Exception as error:
+            self.fail_unexpectedly(error)
+            raise self._error or _unexpected() from error
 
     async def _wait_for_news(self) -> None:
         """Waits for news of the scheduler. Raises QuireError if the request failed."""
@@ -441,7 +451,7 @@ class LiveRequest:
         turns = Turns()
         sequences: list[GeneratedSequence] = []
         for stream in self.sequences:
-            chunk = stream.take_chunk(len(stream.token_ids)) or Chunk(stream.index, 0, [], "")
+            chunk = self._take(partial(stream.take_chunk, len(stream.token_ids))) or Chunk(stream.index, 0, [], "")
             assert stream.finished is not None
             calls = tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in chunk.tool_calls)
             sequences.append(
@@ -474,3 +484,7 @@ class LiveRequest:
             decode_ms=(self._last_token_at - first) * 1000,
             reasoning_tokens=sum(stream.num_reasoning_tokens for stream in self.sequences),
         )
+
+
+def _unexpected() -> QuireError:
+    return Internal("an unexpected error; the server's log has more", reason="UNEXPECTED")

@@ -16,6 +16,10 @@ from gateway.text.stop import StopMatcher, StopStrings
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 
 
+# The text of more tokens is made before they are taken, so that the end of a sequence has little left to make.
+_MAX_UNREAD = 256
+
+
 class TokenGapError(Exception):
     """Tokens are missing between the last known token and the new ones."""
 
@@ -70,7 +74,8 @@ class SequenceStream:
         # Output that the client lacks, of tokens that it has.
         self._left_over = NOTHING
         self._finish_taken = False
-        # One entry per token.
+        # Output of the first tokens that were not taken, one entry per token. The text of the tokens after them is made
+        # when they are taken: of all at once, while the client is slower than the scheduler.
         self._pending: list[Output] = []
         self._pending_logprobs = LogprobLog()
         # Output that became certain after the last token.
@@ -96,6 +101,12 @@ class SequenceStream:
         seen = before - offset
         if seen < 0:
             raise TokenGapError(f"sequence {self.index} has {before} tokens, an event starts at {offset}")
+        if logprobs is None and self._reads_later and self._ending_token_ids.isdisjoint(token_ids):
+            self.token_ids += token_ids[seen:] if seen else token_ids
+            if self.num_pending - len(self._pending) > _MAX_UNREAD:
+                self._read_pending()
+            return len(self.token_ids) - before
+        self._read_pending()
         chosen = None if logprobs is None else logprobs.chosen_logprobs.tolist()
         for position in range(seen, len(token_ids)):
             if self.finished is not None:
@@ -123,6 +134,7 @@ class SequenceStream:
             return
         if num_tokens != len(self.token_ids):
             raise TokenGapError(f"sequence {self.index} ended with {num_tokens} tokens, {len(self.token_ids)} came")
+        self._read_pending()
         text = self._detokenizer.push(self._withheld_token) if self._withheld_token not in (None, stop_token_id) else ""
         stop_string = self._release_rest(text + self._detokenizer.flush())
         if stop_string is not None:
@@ -160,9 +172,9 @@ class SequenceStream:
         if count <= 0:
             return
         if self._known_characters is not None:
-            self._left_over = joined([self._left_over, self._unknown(joined(self._pending[:count]))])
-        self._taken += count
-        del self._pending[:count]
+            self._left_over = joined([self._left_over, self._unknown(self._take_output(count))])
+        else:
+            self._take_output(count)
         self._take_logprobs(count)
 
     @property
@@ -180,7 +192,7 @@ class SequenceStream:
         self.drop_skipped()
         offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
         count = end - offset
-        output = self._unknown(joined(self._pending[:count]))
+        output = self._unknown(self._take_output(count))
         if end == len(self.token_ids):
             output, self._last = joined([output, self._unknown(self._last)]), NOTHING
         output, self._left_over = joined([self._left_over, output]), NOTHING
@@ -188,8 +200,6 @@ class SequenceStream:
             return None
         token_ids = self.token_ids[offset:end]
         logprobs = TokenLogprobs(token_ids, self._take_logprobs(count))
-        self._taken = end
-        del self._pending[:count]
         return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
 
     def take_token(self) -> Chunk | None:
@@ -244,6 +254,25 @@ class SequenceStream:
     @property
     def _is_reasoning(self) -> bool:
         return self._parser is not None and self._parser.is_reasoning
+
+    @property
+    def _reads_later(self) -> bool:
+        """Whether only the client needs the text of the next tokens."""
+        return self._parser is None and self._matcher is None and self._withheld_token is None
+
+    def _read_pending(self) -> None:
+        """Makes the output of each token that was not taken, as tokens that follow need it."""
+        begin = self._taken + len(self._pending)
+        self._pending += [Output(self._detokenizer.push(token_id)) for token_id in self.token_ids[begin:]]
+
+    def _take_output(self, count: int) -> Output:
+        """The output of the next `count` tokens, which are taken."""
+        pieces = self._pending[:count]
+        del self._pending[:count]
+        begin, self._taken = self._taken + len(pieces), self._taken + count
+        if begin < self._taken:
+            pieces.append(Output(self._detokenizer.push_all(self.token_ids[begin : self._taken])))
+        return joined(pieces)
 
     def _take_logprobs(self, count: int) -> LogprobColumns | None:
         return self._pending_logprobs.take(count) if self._pending_logprobs else None

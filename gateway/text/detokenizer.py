@@ -1,4 +1,4 @@
-"""Incremental detokenization: token ids to text, one token at a time, with the clean-up of spaces if it is set."""
+"""Incremental detokenization: token ids to text, as they come, with the clean-up of spaces if it is set."""
 
 from collections.abc import Callable, Container, Sequence
 
@@ -67,6 +67,22 @@ class Detokenizer:
         self._mark_boundary(text)
         return piece
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Takes the next tokens; returns the text that became certain with them: that of `push`, token by token."""
+        new = [token_id for token_id in token_ids if token_id not in self._silent]
+        if len(new) > 1:
+            window = self._window + new
+            text = self._decode(window)
+            # Else a character is incomplete or invalid, and what was delivered before depends on each token.
+            if _REPLACEMENT not in text and text.startswith(self._delivered):
+                piece = text[len(self._delivered) :]
+                self._window, self._delivered = window, text
+                self._older_boundary = self._boundary = len(window)
+                if len(window) > _MAX_WINDOW:
+                    self._cut_whole()
+                return piece
+        return "".join([self.push(token_id) for token_id in new])
+
     def flush(self) -> str:
         """The rest of the text, after the last token, with replacement characters for incomplete bytes."""
         text = self._decode(self._window)
@@ -110,6 +126,13 @@ class Detokenizer:
         elif len(self._window) - self._boundary > _CONTEXT:
             self._cut(len(self._window) - _CONTEXT, held=len(text) - len(self._delivered))
 
+    def _cut_whole(self) -> None:
+        """Cuts a window that ends with a whole character to one that also begins with one."""
+        start = len(self._window) - _CONTEXT
+        while start and self._decode(self._window[start:]).startswith(_REPLACEMENT):
+            start -= 1
+        self._cut(start, held=0)
+
     def _cut(self, start: int, *, held: int) -> None:
         """Drops the window's tokens before `start`; `held` characters at its end are not delivered yet."""
         self._window = self._window[start:]
@@ -138,7 +161,10 @@ class CleanedUp:
         self._held = ""
 
     def push(self, token_id: int) -> str:
-        text = self._held + self._pieces.push(token_id)
+        return self.push_all((token_id,))
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        text = self._held + self._pieces.push_all(token_ids)
         certain = text.find(" ", len(text.rstrip(_SPACED_STARTS)))
         if certain < 0:
             certain = len(text)

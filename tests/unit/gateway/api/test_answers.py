@@ -29,7 +29,16 @@ from gateway.request.generator import Generator
     ],
 )
 def test_an_answer_written_in_pieces_is_the_same_json(answer):
-    assert as_json(answer) == json.dumps(answer, separators=(",", ":")).encode()
+    assert b"".join(json_pieces(answer)) == json.dumps(answer, separators=(",", ":")).encode()
+    assert json.loads(as_json(answer)) == answer
+
+
+@pytest.mark.parametrize("text", ["\N{LINE SEPARATOR}", "\N{PARAGRAPH SEPARATOR}", "\x85\v\f\x1c", "\ud800"])
+@pytest.mark.parametrize("number", [1, 1 << 70])
+def test_an_event_is_one_line_of_unicode_for_every_reader(text, number):
+    event = OPENAI.event({"content": f"你{text}", "number": number})
+    assert len(event.decode().splitlines()) == 2
+    assert json.loads(event.removeprefix(b"data: ")) == {"content": f"你{text}", "number": number}
 
 
 def test_the_entries_of_lazy_lists_are_made_as_they_are_written():
@@ -144,5 +153,5 @@ def test_deep_objects_are_looked_at_once(bottom):
     for level in range(50):
         dicts.append(CountedDict(before=1, below=value, behind={"level": level}))
         value = [dicts[-1]]
-    assert json.loads(as_json({"value": value})) == {"value": value}
+    assert json.loads(b"".join(json_pieces({"value": value}))) == {"value": value}
     assert max(each.num_looks for each in dicts) == 1

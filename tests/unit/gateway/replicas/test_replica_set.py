@@ -296,14 +296,15 @@ async def test_a_request_stays_where_the_worker_is_back_soon_and_leaves_where_it
 async def test_a_request_whose_tokens_cannot_become_text_fails_alone_and_is_aborted(caplog):
     cluster = Cluster(1, lambda *_: None)
     (scheduler,) = cluster.schedulers
-    detokenizer = SimpleNamespace(push=lambda token_id: 1 / 0)
+    detokenizer = SimpleNamespace(push=lambda token_id: 1 / 0, push_all=lambda token_ids: 1 / 0)
     tokenizer = cast(Any, SimpleNamespace(detokenizer=lambda **_: detokenizer))
     broken, other = cluster.ledger.open(make_request("broken"), tokenizer), cluster.place("other")
     cluster.placements.place(broken)
     scheduler.tell(runs=[TokenRun(live.handle, 0, 0, [50]) for live in (broken, other)])
-    assert (list(scheduler.has), other.num_generated_tokens) == ([other.handle], 1)
     with pytest.raises(Internal) as caught:
-        await broken.result()
+        await anext(aiter(broken.events()))
+    cluster.placements.detach(broken)
+    assert (list(scheduler.has), other.num_generated_tokens) == ([other.handle], 1)
     assert (caught.value.reason, "division" in caught.value.message) == ("UNEXPECTED", False)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     cluster.placements.abort(other)

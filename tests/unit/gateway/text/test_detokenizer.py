@@ -1,7 +1,7 @@
 """The pieces of a detokenizer add up to the decoding of all tokens, with the prompt's tokens, cleaned up if so
 configured; no half characters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pytest
@@ -42,6 +42,19 @@ def test_byte_level_pieces_add_up_for_any_tokens(token_ids, special):
 def test_no_piece_holds_half_a_character(tokenizer, text):
     pieces = pieces_of(tokenizer, encode(tokenizer, text))
     assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte level", "byte fallback"])
+def test_tokens_that_come_together_have_the_text_that_they_have_one_by_one(tokenizer, data):
+    whole_characters = st.text(alphabet="a😀 你é👍🏽 ", max_size=20).map(lambda text: encode(tokenizer, text))
+    any_tokens = st.lists(st.integers(0, tokenizer.size - 1), max_size=10)
+    together, one_by_one = (tokenizer.detokenizer(include_special_tokens=False) for _ in range(2))
+    for token_ids in data.draw(st.lists(st.one_of(whole_characters, any_tokens), max_size=8)):
+        expected = "".join([one_by_one.push(token_id) for token_id in token_ids])
+        assert together.push_all(token_ids) == expected
+    assert together.flush() == one_by_one.flush()
 
 
 @settings(deadline=None)
@@ -119,8 +132,8 @@ class Pieces:
     def __init__(self, texts: list[str]) -> None:
         self._texts: Iterator[str] = iter(texts)
 
-    def push(self, token_id: int) -> str:
-        return next(self._texts)
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        return "".join([next(self._texts) for _ in token_ids])
 
     def flush(self) -> str:
         return next(self._texts)
