@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from quire.rpc.errors import InvalidArgument, QuireError, error_for_code
 from quire.scheduler.v1 import scheduler_pb2
 from quire.service.compatibility import ModelFingerprint, ProtocolVersions
 
+_Column = NDArray[np.int32]
 # Columns become objects in pieces of this many positions.
 _PIECE = 64
 
@@ -352,25 +354,28 @@ def event_batch_from(message: scheduler_pb2.TokenEvents) -> EventBatch:
 
 def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
     names = ("handles", "sequence_indices", "offsets", "token_ids")
-    columns = [decode_int32(getattr(message, name), name, minimum=0).tolist() for name in names]
+    columns = [decode_int32(getattr(message, name), name, minimum=0) for name in names]
     if len({len(column) for column in columns}) > 1:
         counts = ", ".join(f"{name} {len(column)}" for name, column in zip(names, columns, strict=True))
         raise InvalidArgument(f"columns differ in length: {counts}")
-    runs: list[TokenRun] = []
-    run: TokenRun | None = None
-    for handle, index, offset, token_id in zip(*columns, strict=True):
-        if (
-            run is None
-            or run.handle != handle
-            or run.sequence_index != index
-            or run.offset + len(run.token_ids) != offset
-        ):
-            run = TokenRun(handle, index, offset, [])
-            runs.append(run)
-        run.token_ids.append(token_id)
+    if not message.HasField("token_logprobs"):
+        columns = _by_sequence(*columns)
+    handles, indices, offsets, token_ids = columns
+    follows = (handles[1:] == handles[:-1]) & (indices[1:] == indices[:-1]) & (offsets[1:] == offsets[:-1] + 1)
+    ids = token_ids.tolist()
+    begins = [0, *(np.flatnonzero(~follows) + 1).tolist()] if ids else []
+    parts = [ids[begin:end] for begin, end in pairwise([*begins, len(ids)])]
+    runs = list(map(TokenRun, *(column[begins].tolist() for column in (handles, indices, offsets)), parts))
     if message.HasField("token_logprobs"):
-        _add_logprobs(runs, message.token_logprobs, len(columns[0]))
+        _add_logprobs(runs, message.token_logprobs, len(ids))
     return runs
+
+
+def _by_sequence(handles: _Column, indices: _Column, offsets: _Column, token_ids: _Column) -> list[_Column]:
+    """The columns with the tokens of a sequence one after the other: the events of several steps have them apart."""
+    keys = handles.astype(np.int64) << 32 | indices
+    order = np.argsort(keys, kind="stable")
+    return [column[order] for column in (handles, indices, offsets, token_ids)]
 
 
 def _add_logprobs(runs: Sequence[TokenRun], message: scheduler_pb2.TokenLogprobs, num_events: int) -> None:

@@ -20,13 +20,12 @@ def logprobs(*events):
     return token_logprobs({event: Line(-float(event), 2, [event], [-0.5]) for event in events})
 
 
-def test_consecutive_tokens_of_one_sequence_are_one_run():
+def test_consecutive_tokens_of_one_sequence_are_one_run_also_those_of_several_steps():
     rows = [(1, 0, 5, 50), (1, 0, 6, 51), (2, 0, 0, 60), (1, 0, 7, 52), (2, 1, 0, 70), (2, 1, 2, 71)]
     runs = event_batch_from(make_events(rows)).runs
     assert [(run.handle, run.sequence_index, run.offset, run.token_ids) for run in runs] == [
-        (1, 0, 5, [50, 51]),
+        (1, 0, 5, [50, 51, 52]),
         (2, 0, 0, [60]),
-        (1, 0, 7, [52]),
         (2, 1, 0, [70]),
         (2, 1, 2, [71]),
     ]
