@@ -83,7 +83,8 @@ async def audience(
     """Clients that each stream a chat of `num_tokens` tokens from a server whose tokens are the clock's."""
     with tempfile.TemporaryDirectory() as made:
         program, request, texts = (Path(made) / name for name in ("audience", "request", "texts"))
-        subprocess.run(["cc", "-O2", "-o", program, Path(__file__).with_name("audience.c")], check=True)
+        compile_it = ["cc", "-O2", "-o", program, Path(__file__).with_name("audience.c")]
+        await asyncio.to_thread(subprocess.run, compile_it, check=True)
         request.write_bytes(_http_request(address, num_tokens) if front == "http" else _grpc_request(num_tokens))
         texts.write_text("".join(f"{text}\n" for text in clock.texts))
         port = address.rpartition(":")[2]

@@ -120,7 +120,7 @@ async def _count(server: LocalServer, clients: Audience, arguments: argparse.Nam
         await asyncio.sleep(arguments.seconds)
         heard, after = await clients.heard(), await _state(scheduler)
         seconds = time.monotonic() - started
-        processors = {name: (now - then) / seconds for (name, now), then in zip(_used(server).items(), used.values())}
+        processors = {name: (now - used[name]) / seconds for name, now in _used(server).items()}
         return Rates(
             steps=(after.steps - before.steps) / seconds,
             tokens=heard.tokens / heard.seconds,

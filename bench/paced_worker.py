@@ -111,9 +111,7 @@ class PacedRunner:
         now = time.perf_counter()
         started = max(now, self._free_at) if self.is_asynchronous else now
         self._free_at = started + self._step_seconds
-        return PacedStep(
-            admitted.step, queue_us, started, self._free_at, self._seals, self._num_steps, self._clock
-        )
+        return PacedStep(admitted.step, queue_us, started, self._free_at, self._seals, self._num_steps, self._clock)
 
     def sealed_blocks(self) -> SealedBlocks:
         return self._seals.snapshot()

@@ -15,7 +15,6 @@ from gateway.text.formats.parser import NOTHING, Output, OutputParser, joined
 from gateway.text.stop import StopMatcher, StopStrings
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 
-
 # The text of more tokens is made before they are taken, so that the end of a sequence has little left to make.
 _MAX_UNREAD = 256
 
