@@ -43,7 +43,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What the clients of a window of time got.
+    """Tokens and messages that the clients got in a window of time.
 
     Attributes:
         messages: Messages or events with text.
@@ -65,7 +65,7 @@ class Audience:
         self._process = process
 
     async def heard(self) -> Heard:
-        """What they got since the last call. RuntimeError if a stream ended or had an error."""
+        """Tokens and messages since the last call. RuntimeError if a stream ended or had an error."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(b"\n")

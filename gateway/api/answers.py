@@ -81,7 +81,7 @@ _PIECE_CHARACTERS = 1 << 15
 _FEW = 64
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _encode = msgspec.json.Encoder().encode
-# Characters that end a line for some readers of server-sent events, such as those that use `str.splitlines`.
+# Characters that end a line for some readers of server-sent events, such as programs with `str.splitlines`.
 _LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")
 
 
