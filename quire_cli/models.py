@@ -185,7 +185,7 @@ def _kv_bytes(described: ModelDirectory) -> int | None:
         first("num_hidden_layers", "n_layer"),
         first("hidden_size", "n_embd"),
     )
-    size, kv_heads = first("head_dim"), first("num_key_value_heads") or heads
+    size, kv_heads = first("head_dim", "attention_head_dim"), first("num_key_value_heads") or heads
     if size is None and isinstance(width, int) and isinstance(heads, int):
         size = width // heads
     lines, shared = 2, first("num_kv_shared_layers") or 0

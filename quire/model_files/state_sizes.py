@@ -72,7 +72,7 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
 
     hidden, count = number("hidden_size"), number("num_hidden_layers", 1)
     types = config.get("layer_types") or config.get("layers_block_type")
-    is_mamba, inner, heads, lines, groups, taps = False, 0, 0, 0, 1, 4
+    is_mamba, inner, heads, lines, groups, taps, num_attending = False, 0, 0, 0, 1, 4, count
     match architecture:
         case "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM" | "Qwen3NextForCausalLM" | "OlmoHybridForCausalLM":
             every = number("full_attention_interval", 4)
@@ -131,6 +131,12 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
             is_mamba = True
         case "GraniteMoeHybridForCausalLM" | "FalconH1ForCausalLM":
             is_mamba = True
+        case "Zamba2ForCausalLM":
+            heads, lines, taps = number("n_mamba_heads", 8), number("mamba_d_state", 64), number("mamba_d_conv", 4)
+            inner, groups = number("mamba_expand", 2) * hidden, number("mamba_ngroups", 1)
+            if not isinstance(types, list):
+                return None
+            num_attending = types.count("hybrid")
         case "NemotronHForCausalLM":
             types = types or [_LETTERS[letter] for letter in str(config["hybrid_override_pattern"])]
             heads, columns = number("mamba_num_heads", 128), number("mamba_head_dim", 64)
@@ -148,8 +154,8 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
     channels = inner + 2 * groups * lines
     parts = _conv(channels, taps), (heads * -(-(inner // heads) // _COLUMNS), lines)
     parameters = hidden * (channels + 2 * inner + heads)
-    if architecture == "FalconH1ForCausalLM":
-        return StateSizes(count, count, parts, parameters, "Mamba 2")
+    if architecture in ("FalconH1ForCausalLM", "Zamba2ForCausalLM"):
+        return StateSizes(count, num_attending, parts, parameters, "Mamba 2")
     return _sizes(types, parts, parameters, "Mamba 2")
 
 

@@ -195,7 +195,7 @@ _PLACES = "it does not count positions from 0"
 REFUSED: dict[str, tuple[str, ...]] = {
     _STATE: (
         *("bailing_hybrid", "deepseek_v4", "inkling2_text", "inkling_text", "lfm3", "minimax", "qwen4_exp_text"),
-        *("recurrent_gemma", "zamba", "zamba2", "zaya"),
+        *("recurrent_gemma", "zamba", "zaya"),
     ),
     _NOT_COUNTED: (
         *("big_bird", "cpmant", "git", "megatron-bert", "rembert", "roformer", "rwkv", "trocr", "xlm", "xlnet"),

@@ -591,6 +591,24 @@ STATES: dict[str, Family] = {
             "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
         },
     ),
+    # Two shared blocks, the first used twice.
+    "zamba2": Family(
+        "Zamba2",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["hybrid", "hybrid", "linear_attention", "hybrid"],
+            "num_mem_blocks": 2,
+            "num_key_value_heads": 4,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 1,
+            "use_mem_rope": True,
+            "add_bias_linear": True,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 4,
+        },
+        num_calls=3,
+    ),
     "lfm2": Family(
         "Lfm2",
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},

@@ -29,6 +29,7 @@ from worker_svc.layers.experts import GATE_UP_DOWN, Experts, ExpertsBesideMlp, E
 from worker_svc.layers.latent_attention import LatentAttention, LatentConfig
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split, Spread
 from worker_svc.layers.per_layer_inputs import PerLayerConfig, PerLayerGate, PerLayerInputs
+from worker_svc.layers.shared_blocks import SharedBlocksConfig, SharedUse, make_uses
 from worker_svc.layers.state_layer import StateConfig, StateLayer, StateLayout, StateSize
 from worker_svc.models.base import (
     CacheLayer,
@@ -89,6 +90,8 @@ class DecoderConfig:
     """The norms before the state and before the MLP of these layers, if layers of attention have other norms."""
     states_beside_attention: bool = False
     """Whether these layers attend, too; the results are added."""
+    shared: SharedBlocksConfig | None = None
+    """Blocks that some of these layers use: what a block returns is added to the input of the state only."""
     experts: ExpertsConfig | None = None
     intermediate_sizes: tuple[int, ...] | None = None
     """The inner sizes of the MLPs of each layer, if they differ from `intermediate_size`."""
@@ -193,6 +196,7 @@ class DecoderConfig:
     def key_layers(self) -> tuple[int, ...]:
         """The layers with keys of their own."""
         without = self.mlp_layers | (frozenset() if self.states_beside_attention else self.state_layers)
+        without -= frozenset(() if self.shared is None else self.shared.layers)
         return tuple(index for index in range(self.num_layers - self.num_shared_layers) if index not in without)
 
     def reads_keys_of(self, index: int) -> int:
@@ -288,6 +292,7 @@ class DecoderLayer(nn.Module):
         hidden = config.hidden_size
         self._rotation = rotation
         self.state: StateLayer | None = None
+        self.shared: SharedUse | None = None
         self._sum = NoNorm()
         is_state = config.state is not None and index in config.state_layers
         self.is_mlp, self.has_mlp = index in config.mlp_layers, index not in config.layers_without_mlp
@@ -484,6 +489,14 @@ class DecoderLayer(nn.Module):
         attended = self.attend(x, inputs.positions, inputs.kv_caches[self.cache], inputs.attention_of(self.cache))
         return attended if found is None else self._sum.add(found, attended)[0]
 
+    def add_shared(self, residual: torch.Tensor, embedded: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
+        """The input of the state, after the norm, with what the layer's shared block returns. All are [T, hidden]."""
+        assert self.shared is not None
+        cache, table = self.shared.cache, None if self._rotation is None else self._rotation.table
+        attention = inputs.kv_caches[cache], inputs.attention_of(cache)
+        output = self.shared(residual, embedded, inputs.positions, table, *attention)
+        return self.attention_norm(residual + output)
+
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.head_norms:
             return query, key
@@ -553,6 +566,11 @@ class Decoder(NativeCausalLM):
         self._embedded_sizes = (hidden, *own_sizes)
         rotations = _rotations(config, placement)
         decoders = [DecoderLayer(index, config, rotation, placement) for index, rotation in enumerate(rotations)]
+        if config.shared is not None:
+            caches = [config.reads_keys_of(index) for index in config.shared.layers]
+            for index, use in make_uses(config.shared, caches, hidden, placement).items():
+                decoders[index].shared = use
+        self._has_shared = config.shared is not None
         self.layers = nn.ModuleList(decoders)
         self.norm = make_norm("model", config.final_norm, config, placement)
         self._norms = [*(each.mlp_norm if each.is_mlp else each.attention_norm for each in decoders), self.norm]
@@ -578,11 +596,14 @@ class Decoder(NativeCausalLM):
         x, *own = x.split_with_sizes(self._embedded_sizes, dim=1)
         if self.streams is not None:
             return self._run_streams(self.streams, x, own, inputs)
+        embedded = x.clone() if self._has_shared else x
         x, residual = self._norms[0](x), x
         # The norm that follows a layer, the next layer's or the final one, adds the layer's output to the residual.
         for index, (layer, next_norm) in enumerate(zip(self.layers, self._norms[1:], strict=True)):
             assert isinstance(layer, DecoderLayer)
             if not layer.is_mlp:
+                if layer.shared is not None:
+                    x = layer.add_shared(residual, embedded, inputs)
                 output = layer.mix(x, inputs)
                 if not layer.has_mlp:
                     x, residual = next_norm.add(output, residual)

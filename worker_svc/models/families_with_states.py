@@ -9,8 +9,9 @@ from worker_svc.layers.experts import ExpertsConfig, Scoring
 from worker_svc.layers.kimi_delta import KimiDeltaConfig
 from worker_svc.layers.mamba import MambaConfig, MambaNorms
 from worker_svc.layers.mamba2 import Mamba2Config
+from worker_svc.layers.shared_blocks import SharedBlocksConfig
 from worker_svc.layers.short_convolution import ShortConvolutionConfig
-from worker_svc.models.base import ConfigFields
+from worker_svc.models.base import ConfigFields, head_dim_of
 from worker_svc.models.decoder import DecoderConfig
 from worker_svc.models.families import GRANITE, OLMO_2
 from worker_svc.models.families_with_experts import GRANITE_EXPERTS
@@ -455,6 +456,71 @@ WITH_STATES.add(
         scales=_factors("ssm_multipliers", 5),
         output_scale=number("ssm_out_multiplier", 1.0),
     ),
+)
+
+
+_ZAMBA_HYBRIDS = (*range(6, 43, 6), 47, 51)
+
+
+def _zamba_blocks(fields: ConfigFields, config: DecoderConfig) -> SharedBlocksConfig:
+    types, count = fields.values.get("layers_block_type"), config.num_layers
+    known = isinstance(types, list) and all(each in ("hybrid", *_STATES) for each in types)
+    if not isinstance(types, list) or not known or len(types) != count or "hybrid" not in types:
+        raise fields.error("layers_block_type", types, f"{count} of hybrid and {_STATES[0]}, with a layer of hybrid")
+    adapts = fields.flag("use_shared_attention_adapter", False)
+    if adapts and config.num_kv_heads != config.num_heads:
+        raise fields.error("num_key_value_heads", config.num_kv_heads, f"{config.num_heads}, with adapters")
+    return SharedBlocksConfig(
+        layers=tuple(index for index, each in enumerate(types) if each == "hybrid"),
+        num_blocks=fields.integer("num_mem_blocks", 1),
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        inner_size=config.intermediate_size,
+        activation=config.activation,
+        norm_eps=config.norm_eps,
+        bias=fields.flag("add_bias_linear", False),
+        adapter_rank=fields.integer("adapter_rank", 128),
+        adapts_attention=adapts,
+    )
+
+
+def _zamba_mamba(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
+    named = {"mamba_n_heads": fields.integer("n_mamba_heads", 8), "mamba_n_groups": fields.integer("mamba_ngroups", 1)}
+    fixed = {"mamba_d_state": fields.integer("mamba_d_state", 64), "mamba_d_head": "auto", "time_step_limit": None}
+    steps, bias = fields.number("time_step_min", 0.001), fields.flag("add_bias_linear", False)
+    read = mamba2(activation="silu", norm_eps=1e-5, least_step=steps, bias=bias)
+    return read(ConfigFields({**fields.values, **named, **fixed}), config)
+
+
+def _zamba_length(fields: ConfigFields) -> int:
+    return 16384 if fields.flag("use_long_context", False) else fields.integer("max_position_embeddings")
+
+
+# Layers of Mamba 2. Some add the output of a shared block of attention and an MLP to its input.
+WITH_STATES.add(
+    "Zamba2ForCausalLM",
+    {
+        "hidden_act": "gelu",
+        "layers_block_type": ["hybrid" if index in _ZAMBA_HYBRIDS else "mamba" for index in range(54)],
+    },
+    fixed={
+        **NO_BIASES,
+        "head_dim": lambda fields: head_dim_of(
+            2 * fields.integer("hidden_size"), fields.integer("num_attention_heads", 32)
+        ),
+        "intermediate_size": lambda fields: fields.integer("intermediate_size", 4 * fields.integer("hidden_size")),
+        "max_position_embeddings": _zamba_length,
+    },
+    renamed={".mamba_decoder.": "."},
+    final_norm="final_layernorm",
+    layers_without_mlp=lambda _, config: frozenset(range(config.num_layers)),
+    unrotated_layers=lambda fields, config: frozenset(
+        () if fields.flag("use_mem_rope", False) else range(config.num_layers)
+    ),
+    shared=_zamba_blocks,
+    state_layers=lambda _, config: frozenset(range(config.num_layers)),
+    state=_zamba_mamba,
 )
 
 

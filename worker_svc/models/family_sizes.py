@@ -78,6 +78,7 @@ FalconMambaForCausalLM     50280    768     -      -     -  -    -    131072    
 Mamba2ForCausalLM          32768      -     -     64     -  -    -    131072         -          -    -      -    -   -
 NemotronHForCausalLM      131072      - 21504      -     -  8  128      4096         -          -    -      - 7688   2
 FalconH1ForCausalLM       128000      - 14336      -     -  8    -      8192      1e-5          -    -      -    -   -
+Zamba2ForCausalLM          32000   2560     -     54     -  -    -      4096      1e-5          - true      -    -   -
 BambaForCausalLM          128000      - 14336      -     -  8    -    262144      1e-5          -    -      -    -   -
 """
 

@@ -38,6 +38,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [3]},
     "GraniteMoeHybridForCausalLM": {**_MAMBA, "layer_types": ["mamba", "attention"] * 4, "num_local_experts": 0},
     "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 1536, "mamba_n_heads": 24},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"] * 2,
+        "n_mamba_heads": 64,
+        "mamba_ngroups": 2,
+    },
     "NemotronHForCausalLM": {
         "hybrid_override_pattern": "M-M*M-M-",
         "n_groups": 8,

@@ -49,7 +49,7 @@ HALVED = (
     *("gpt2-tied-32", "opt-pre-norm-32", "llama-gqa-untied-32", "mistral-sliding", "qwen2-tied", "qwen3"),
     *("gemma", "gemma2-capped-alternating", "gemma3-alternating", "phi3-partial", "stablelm", "falcon-new"),
     *("falcon-alibi", "bloom", "mpt", "gptj", "gpt-neo-alternating", "deepseek-v3", "gemma4-shared", "gpt-oss-moe"),
-    *("gemma3n-shared", "gemma4-moe", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1"),
+    *("gemma3n-shared", "gemma4-moe", "qwen3.5", "lfm2", "granite-hybrid", "falcon-h1", "zamba2"),
     *("granite-swa", "ministral3", "granite", "olmo2", "glm4", "cohere2-alternating", "hunyuan-dense"),
 )
 WITHOUT_ATTENTION = ("MambaForCausalLM", "FalconMambaForCausalLM", "Mamba2ForCausalLM")
@@ -285,6 +285,8 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
     # The inner size follows from the field.
     fields |= {"block_auto_adjust_ff_dim": False} if family == "Lfm2ForCausalLM" else types
     expected, config = getattr(transformers, family).config_class(**fields), DECODERS[family].read_config(fields)
+    if config.shared is not None:
+        assert list(config.shared.layers) == expected.hybrid_layer_ids
     names = {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
