@@ -107,6 +107,13 @@ def _mamba_2(module: str = "mamba") -> dict[str, str]:
     return {f"ssm_{name}": f"{module}.{other}" for name, other in names.items()}
 
 
+def _mamba(module: str) -> dict[str, str]:
+    """The names of a layer of Mamba."""
+    names = _mamba_2(module) | {"ssm_x": f"{module}.x_proj", "ssm_dt": f"{module}.dt_proj"}
+    return names | {f"ssm_{part}_norm": f"{module}.{part}_layernorm" for part in ("dt", "b", "c")}
+
+
+_BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "attn_norm": "norm"}
 _GRANITE_EXPERTS = _experts(
     "block_sparse_moe.experts",
     "block_sparse_moe.router.layer",
@@ -187,6 +194,17 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
         "ffn_down": "feed_forward.down_proj",
     },
     **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON_H),
+    "mamba": _mamba("mixer") | _BACKBONE,
+    "mamba2": _mamba_2("mixer") | _BACKBONE,
+    "jamba": _mamba("mamba")
+    | _experts("feed_forward.experts", "feed_forward.router")
+    | {
+        "output_norm": "model.final_layernorm",
+        "ffn_norm": "pre_ff_layernorm",
+        "ffn_gate": "feed_forward.gate_proj",
+        "ffn_up": "feed_forward.up_proj",
+        "ffn_down": "feed_forward.down_proj",
+    },
     "qwen35": _DELTA_RULE,
     "qwen35moe": _DELTA_RULE | _QWEN_EXPERTS,
     "qwen3next": _DELTA_RULE
@@ -216,10 +234,12 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
 """By architecture: the names that are not the usual ones."""
 # Their numbers are part of the configuration.
 OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-LAYERS = {"gpt2": "transformer.h"}
+LAYERS = {"gpt2": "transformer.h", "mamba": "backbone.layers", "mamba2": "backbone.layers"}
 """The module of all layers, if it is not model.layers."""
 OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 """Tensors that files also have in layers that read the keys and values of earlier ones."""
+DECAYS_OF_STATES = ("mamba", "jamba")
+"""Architectures whose decays are a matrix, with a number for each input and number of its state."""
 FLAT = ("ssm_a", "ssm_d", "ssm_norm")
 """Tensors that transformers has as vectors."""
 CONVOLUTIONS = ("ssm_conv1d", "shortconv.conv")

@@ -25,6 +25,7 @@ from worker_svc.gguf_names import (
     BY_KEY,
     BY_VALUE,
     CONVOLUTIONS,
+    DECAYS_OF_STATES,
     DIFFERENT,
     FLAT,
     FROM_VALUES,
@@ -435,11 +436,11 @@ class _Layout:
         if base in CONVOLUTIONS and len(shape) == 2:
             return _Way(lambda stored: turn.arrange(stored).unsqueeze(1), (shape[0], 1, shape[1]), 0)
         if base in FLAT:
-            flat = (math.prod(shape),)
+            flat = (math.prod(shape),) if self._architecture not in DECAYS_OF_STATES or base != "ssm_a" else shape
             if base != "ssm_a":
                 return _Way(lambda stored: stored.flatten(), flat, 0)
             # The file has the decay itself, transformers the logarithm of its opposite.
-            return _Way(lambda stored: turn.arrange(stored).flatten().neg().log(), flat, 0)
+            return _Way(lambda stored: turn.arrange(stored).reshape(flat).neg().log(), flat, 0)
         return turn
 
     def _turn(self, base: str, shape: tuple[int, ...]) -> _Way:

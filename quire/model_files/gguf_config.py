@@ -163,7 +163,7 @@ def delta_rule(fields: GgufFields, config: Config) -> Config:
         "linear_num_key_heads": fields.size("ssm.group_count"),
         "linear_num_value_heads": num_values,
         "linear_key_head_dim": fields.size("ssm.state_size"),
-        "linear_value_head_dim": _of_each_head(fields, num_values),
+        "linear_value_head_dim": of_each_head(fields, num_values),
     }
 
 
@@ -172,7 +172,7 @@ def mamba_2(fields: GgufFields, config: Config) -> Config:
     heads, inner, width = fields.size("ssm.time_step_rank"), fields.size("ssm.inner_size"), config["hidden_size"]
     return {
         "mamba_n_heads": heads,
-        "mamba_d_head": _of_each_head(fields, heads),
+        "mamba_d_head": of_each_head(fields, heads),
         "mamba_n_groups": fields.size("ssm.group_count"),
         "mamba_d_state": fields.size("ssm.state_size"),
         "mamba_d_conv": fields.size("ssm.conv_kernel"),
@@ -183,7 +183,7 @@ def mamba_2(fields: GgufFields, config: Config) -> Config:
     }
 
 
-def _of_each_head(fields: GgufFields, num_heads: int) -> int:
+def of_each_head(fields: GgufFields, num_heads: int) -> int:
     """Numbers of each head of the results of layers that keep a state."""
     inner = fields.size("ssm.inner_size")
     if inner % num_heads:

@@ -28,6 +28,7 @@ from quire.model_files.gguf_config import (
     num_chosen_experts,
     num_layers,
     numbers,
+    of_each_head,
     presence,
     read_factors,
     renamed,
@@ -406,8 +407,11 @@ def _lfm_2_experts(fields: GgufFields, config: Config) -> Config:
 
 
 def _granite_hybrid(fields: GgufFields) -> Config:
-    """Granite with layers of Mamba 2; without experts, its MLP has the names of the one that all tokens have."""
-    config = row("granitemoehybrid", mamba_2)(fields)
+    """Granite with layers of Mamba 2; without experts, its MLP has the names of the one that all tokens have. Bamba is
+    written as such a model without factors; half of each of its heads rotates, which not all files say."""
+    config = row("granitemoehybrid", mamba_2, rotates_partly=True)(fields)
+    if not fields.has("attention.scale"):
+        config |= {"attention_multiplier": config["head_dim"] ** -0.5, "partial_rotary_factor": 0.5}
     config |= {name: fields.positive(key) for name, key in _GRANITE.items() if fields.has(key)}
     config["layer_types"] = ["attention" if each else "mamba" for each in layers_with_keys(fields)]
     rotates = fields.flag(f"{fields.architecture}.rope.scaling.finetuned", True)
@@ -457,6 +461,67 @@ def _nemotron_h(fields: GgufFields) -> Config:
     config |= deepseek_experts()(fields, config)
     shared = fields.size("expert_shared_feed_forward_length", config["moe_intermediate_size"])
     return config | {"moe_shared_expert_intermediate_size": shared}
+
+
+# The converter writes it for all models without attention.
+_ANY_LENGTH = 1 << 20
+
+
+def _only_states(model_type: str, fields: GgufFields) -> Config:
+    length = fields.size("context_length")
+    return {
+        "model_type": model_type,
+        "hidden_size": fields.size("embedding_length"),
+        "num_hidden_layers": fields.size("block_count"),
+        "layer_norm_epsilon": fields.positive(RMS_EPS),
+        "intermediate_size": fields.size("ssm.inner_size"),
+        "state_size": fields.size("ssm.state_size"),
+        "conv_kernel": fields.size("ssm.conv_kernel"),
+        "use_conv_bias": has_bias(fields, "ssm_conv1d"),
+        "use_bias": has_bias(fields, "ssm_in"),
+        **({} if length == _ANY_LENGTH else {"max_position_embeddings": length}),
+    }
+
+
+def _mamba(fields: GgufFields) -> Config:
+    """Mamba, and Falcon Mamba, which has norms. Their epsilon is in no field."""
+    normed = fields.flag(f"{fields.architecture}.ssm.dt_b_c_rms", False)
+    sizes = _only_states("falcon_mamba" if normed else "mamba", fields)
+    return sizes | {"time_step_rank": fields.size("ssm.time_step_rank")}
+
+
+def _mamba_2(fields: GgufFields) -> Config:
+    heads = fields.size("ssm.time_step_rank")
+    sizes = {"num_heads": heads, "head_dim": of_each_head(fields, heads), "n_groups": fields.size("ssm.group_count")}
+    return _only_states("mamba2", fields) | sizes
+
+
+def _in_period(fields: GgufFields, name: str, found: list[int], count: int) -> Config:
+    """The period and the offset of layers of a kind."""
+    first, *others = found or [count]
+    period = others[0] - first if others else count
+    if not found or found != list(range(first, count, period)) or first >= period:
+        raise fields.error(f"its layers of the kind {name} are {found}, which are not one in each period")
+    return {f"{name}_layer_offset": first, f"{name}_layer_period": period}
+
+
+def _jamba(fields: GgufFields) -> Config:
+    config = row("jamba")(fields)
+    count, width = config["num_hidden_layers"], config["hidden_size"]
+    config |= {
+        "mamba_expand": fields.size("ssm.inner_size") // width,
+        "mamba_d_state": fields.size("ssm.state_size"),
+        "mamba_d_conv": fields.size("ssm.conv_kernel"),
+        "mamba_dt_rank": fields.size("ssm.time_step_rank"),
+        "mamba_conv_bias": has_bias(fields, "ssm_conv1d"),
+        "mamba_proj_bias": has_bias(fields, "ssm_in"),
+    }
+    attending = [index for index, attends in enumerate(layers_with_keys(fields)) if attends]
+    config |= _in_period(fields, "attn", attending, count)
+    tensors = fields.header.tensors
+    if not (sparse := [index for index in range(count) if f"blk.{index}.ffn_gate_inp.weight" in tensors]):
+        return config | {"num_experts": 1}
+    return config | experts()(fields, config) | _in_period(fields, "expert", sparse, count)
 
 
 _QWEN_EXPERTS = _qwen_experts(normalized=True)
@@ -529,6 +594,9 @@ CONFIGS: Mapping[str, Callable[[GgufFields], Config]] = {
     "lfm2moe": row("lfm2_moe", _short_convolutions, _lfm_2_experts, eps=("norm_eps", RMS_EPS)),
     "granitehybrid": _granite_hybrid,
     "falcon-h1": row("falcon_h1", _falcon_h1),
+    "mamba": _mamba,
+    "mamba2": _mamba_2,
+    "jamba": _jamba,
     "nemotron_h": _nemotron_h,
     "nemotron_h_moe": _nemotron_h,
     "mistral3": _mistral_3,
@@ -598,3 +666,4 @@ CONFIGS: Mapping[str, Callable[[GgufFields], Config]] = {
     "xverse": _PLAIN_LLAMA,
 }
 """The configuration of a file of each architecture; it raises ConfigurationError."""
+WITHOUT_ATTENTION = ("mamba", "mamba2")

@@ -10,7 +10,7 @@ from typing import Any
 
 from quire.model_files.architectures import ARCHITECTURES
 from quire.model_files.gguf_config import num_layers
-from quire.model_files.gguf_families import CONFIGS
+from quire.model_files.gguf_families import CONFIGS, WITHOUT_ATTENTION
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.model_files.gguf_tokenizer import ends_of_turns, tokenizer_of
 from quire.runtime.settings import ConfigurationError
@@ -125,6 +125,10 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
     count = fields.size("block_count")
     if len(numbers) not in (num_layers(fields), count) or str(len(numbers) - 1) not in numbers:
         raise fields.error(f"block_count is {count}, and it has the tensors of {len(numbers)} layers")
+    if not fields.flag(f"{fields.architecture}.attention.causal", True):
+        raise fields.error("its tokens attend to later ones, as in a model of embeddings; such models are not served")
+    if fields.architecture in WITHOUT_ATTENTION:
+        return
     heads = fields.size("attention.head_count")
     tensors = fields.header.tensors
     # Layers that keep a state have no query, but some have a tensor with the name of query, key and value.
@@ -135,8 +139,6 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
     head_dim = min(head_dim, fields.size("attention.key_length_swa", head_dim))
     if query is None or heads * head_dim > query.shape[0]:
         raise fields.error("tensor blk.0.attn_q.weight is missing, or has not as many rows as all heads together")
-    if not fields.flag(f"{fields.architecture}.attention.causal", True):
-        raise fields.error("its tokens attend to later ones, as in a model of embeddings; such models are not served")
 
 
 def _dtype(fields: GgufFields) -> str:

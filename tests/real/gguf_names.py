@@ -9,8 +9,8 @@ from tests.real.families import DOCUMENT
 # A name that llama.cpp does not have.
 _FURTHER = {"mistral"}
 REFUSED: dict[str, tuple[str, ...]] = {
-    "layers that keep a state of fixed size, of a kind that is not read, or no attention at all": (
-        *("mamba", "mamba2", "jamba", "plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "kimi-linear"),
+    "layers that keep a state of fixed size, of a kind that is not read": (
+        *("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "kimi-linear"),
     ),
     "no model that continues texts: encoders, embeddings, sound, the parts that read images": (
         *("clip", "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),

@@ -37,9 +37,15 @@ _NUMBERS = {
     "embedding_length_per_layer_input": ("hidden_size_per_layer_input",),
     "altup.num_inputs": ("altup_num_inputs",),
     "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
-    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
-    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    "ssm.time_step_rank": (
+        "linear_num_value_heads",
+        "mamba_n_heads",
+        "mamba_num_heads",
+        "mamba_dt_rank",
+        "time_step_rank",
+    ),
     "shortconv.l_cache": ("conv_L_cache",),
     "altup.active_idx": ("altup_active_idx",),
 }
@@ -79,6 +85,8 @@ _ARCHITECTURES = {
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
+    "bamba": "granitehybrid",
     "exaone_moe": "exaone-moe",
 }
 """Architectures whose name is not the type of the model."""
@@ -99,6 +107,7 @@ _SIGMOIDS = (
     "nemotron_h_moe",
 )
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+_ONLY_STATES = ("mamba", "mamba2")
 _DELTA_RULES = ("qwen35", "qwen35moe", "qwen3next")
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms|altup_\w+))\.\d+\.(.*)")
@@ -155,7 +164,7 @@ def write_gguf(
     else:
         names = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
         writer.add_layer_norm_eps(next((config[name] for name in names if name in config), 1e-5))
-    if architecture not in ("gpt2", *_NEMOTRON):
+    if architecture not in ("gpt2", "jamba", *_NEMOTRON, *_ONLY_STATES):
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _add_rotation(writer, architecture, config)
@@ -171,7 +180,16 @@ def write_gguf(
         *("olmo2", "exaone4", "exaone-moe"),
     ):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture in (*_DELTA_RULES, "lfm2", "lfm2moe", "granitehybrid", "falcon-h1", *_NEMOTRON):
+    if architecture in (
+        *_DELTA_RULES,
+        "lfm2",
+        "lfm2moe",
+        "granitehybrid",
+        "falcon-h1",
+        "jamba",
+        *_NEMOTRON,
+        *_ONLY_STATES,
+    ):
         _add_states(writer, architecture, config)
     if architecture in ("gemma3n", "gemma4"):
         _add_shared_keys(writer, architecture, config)
@@ -264,9 +282,13 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
 
 def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
     """The layers that keep a state, and sizes of their parts."""
-    types = (
-        config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * config["num_hidden_layers"]
-    )
+    count = config["num_hidden_layers"]
+    types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * count
+    if (given := config.get("attn_layer_indices")) is not None:
+        types = ["attention" if index in given else "mamba" for index in range(count)]
+    if architecture == "jamba":
+        offset, period = config["attn_layer_offset"], config["attn_layer_period"]
+        types = ["attention" if index % period == offset else "mamba" for index in range(count)]
     attends = [kind in ("full_attention", "attention") for kind in types]
     fields: dict[str, Any] = {}
     if architecture in _DELTA_RULES:
@@ -289,6 +311,13 @@ def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, An
         inner = config["moe_intermediate_size"] if "moe" in types else config["intermediate_size"]
         fields["feed_forward_length"] = [inner * (kind in ("mlp", "moe")) for kind in types]
         fields["attention.layer_norm_rms_epsilon"] = config["layer_norm_epsilon"]
+    if architecture in _ONLY_STATES:
+        fields = {"attention.head_count": 0, "feed_forward_length": 0, "ssm.inner_size": config["intermediate_size"]}
+        fields["attention.layer_norm_rms_epsilon"] = config["layer_norm_epsilon"]
+        if architecture == "mamba":
+            fields["ssm.dt_b_c_rms"] = config["model_type"] == "falcon_mamba"
+        else:
+            fields["ssm.time_step_rank"] = config["num_heads"]
     for key, value in fields.items():
         writer.kv_data[0].pop(f"{architecture}.{key}", None)
         kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
@@ -302,6 +331,8 @@ def _as_stored(architecture: str, config: dict[str, Any], name: str, data: np.nd
         data = data.squeeze()
     if part == "A_log":
         data = -np.exp(data)
+    if architecture in ("jamba", "mamba"):
+        return data
     if architecture not in _DELTA_RULES:
         if part in ("A_log", "D"):
             data = data.reshape(-1, 1)
@@ -458,6 +489,8 @@ def _apart(
             yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), data
         elif name.endswith("feed_forward.expert_bias"):
             yield f"{name}.bias", data
+        elif architecture == "jamba" and "feed_forward.experts." in name:
+            yield name.replace("feed_forward", "mlp"), data
         elif "feed_forward.experts." in name:
             yield name.removeprefix("model."), data
         elif "mixer.experts." in name:

@@ -412,6 +412,7 @@ WITH_STATES.add(
     {"shared_intermediate_size": 1024},
     like=GRANITE,
     fixed=NO_MLP_BIAS,
+    rotates_partly=True,
     mlp_module="shared_mlp",
     mlp_names=("input_linear", "input_linear", "output_linear"),
     intermediate_sizes=lambda fields, config: (fields.integer("shared_intermediate_size"),) * config.num_layers,

@@ -148,6 +148,7 @@ NEMOTRON_EXPERTS = {
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
 }
+STATES_OF_BAMBA = {"num_hidden_layers": 3, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2}
 WITH_STATES = {
     "qwen3.5": STATES["qwen3.5"],
     "qwen3.5-as-many-values": without("qwen3.5", linear_num_value_heads=2),
@@ -170,6 +171,12 @@ WITH_STATES = {
         mamba_rms_norm=False,
     ),
     "falcon-h1-tied": without("falcon-h1", *FALCON_BIASES, tie_word_embeddings=True),
+    "jamba": STATES["jamba"],
+    "jamba-dense": without("jamba", num_experts=1, mamba_proj_bias=False),
+    "mamba": STATES["mamba"],
+    "falcon-mamba": without("falcon-mamba", mixer_rms_eps=1e-6, tie_word_embeddings=False),
+    "mamba-2": STATES["mamba-2"],
+    "bamba": Family("Bamba", {**STATES_OF_BAMBA, "attn_layer_indices": [1]}),
     "nemotron-h": Family("NemotronH", NEMOTRON | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"]}),
 }
 """Families that only Quire's own decoder runs from a file."""
