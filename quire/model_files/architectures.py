@@ -67,6 +67,7 @@ ARCHITECTURES = {
     "lfm2": "Lfm2ForCausalLM",
     "lfm2_moe": "Lfm2MoeForCausalLM",
     "bamba": "BambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
@@ -80,3 +81,23 @@ ARCHITECTURES = {
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
+_WKV, _LIGHTNING = "the WKV recurrence", "lightning attention"
+MISSING_PARTS = {
+    "bailing_hybrid": "latent attention with a gate for each head",
+    "deepseek_v4": "compressed sparse attention",
+    "hymba": "meta tokens before each sequence",
+    "inkling_text": "short convolutions of keys and values",
+    "inkling2_text": "short convolutions of keys and values",
+    "lfm3": "layers with windows next to layers that keep a state, and a gate for each head",
+    "minimax": _LIGHTNING,
+    "minimax_text_01": _LIGHTNING,
+    "phi4flash": "differential attention",
+    "plamo2": "layers of Mamba 2 whose time steps, B and C come after the convolution",
+    "qwen4_exp_text": "attention to the tokens that an indexer chooses, and embeddings of n-grams",
+    "recurrent_gemma": "the RG-LRU recurrence",
+    **dict.fromkeys(("rwkv", "rwkv5", "rwkv6", "rwkv7"), _WKV),
+    "xlstm": "the mLSTM recurrence",
+    "zamba": "layers of Mamba with several heads",
+    "zaya": "compressed convolutional attention",
+}
+"""The part that Quire lacks of models whose layers keep a state, by model_type of config.json."""

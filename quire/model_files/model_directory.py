@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES
+from quire.model_files.architectures import ARCHITECTURES, MISSING_PARTS, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_model import describe
@@ -386,11 +386,17 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
     supported = ", ".join(SUPPORTED_ARCHITECTURES)
     given = config.get("architectures")
     names = [name for name in given if isinstance(name, str)] if isinstance(given, list) else []
+    text = _text_config(config)
+    kind = str(text.get("model_type"))
+    if kind in MISSING_PARTS:
+        raise ConfigurationError(
+            f"architecture {(names or [kind])[0]} of {path} is not supported: it needs {MISSING_PARTS[kind]}, which "
+            "Quire does not have (docs/models.md says which models run)"
+        )
     for known in (SUPPORTED_ARCHITECTURES.__contains__, lambda name: name.endswith(_LANGUAGE_MODEL_SUFFIXES)):
         if (found := next(filter(known, names), None)) is not None:
             return found, None
-    text = _text_config(config)
-    kind, is_within = str(text.get("model_type")), text is not config or config.get("model_type") in _TYPES_WITHIN
+    is_within = text is not config or config.get("model_type") in _TYPES_WITHIN
     usual, _ = _TYPES_WITHIN.get(kind, (kind, {}))
     architecture = ARCHITECTURES.get(usual)
     if architecture is not None and not names and not is_within:

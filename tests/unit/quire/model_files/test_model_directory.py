@@ -120,7 +120,7 @@ def test_supported_architectures_are_taken_and_an_unknown_one_names_them(make: M
     [
         ({}, "names no architecture"),
         ({"architectures": "LlamaForCausalLM"}, "names no architecture"),
-        ({"model_type": "zamba"}, "names no architecture, and its model_type is zamba; supported are GPT2LMHeadModel"),
+        ({"model_type": "doge"}, "names no architecture, and its model_type is doge; supported are GPT2LMHeadModel"),
         *(({"architectures": ["OPTForCausalLM"], "eos_token_id": eos}, "eos_token_id") for eos in WRONG_EOS),
     ],
 )
@@ -167,6 +167,23 @@ def test_models_that_are_not_served_are_refused_with_the_reason(
     message = error_of(make(config))
     assert re.match(rf"architecture {config['architectures'][0]} of \S+ {reason}", message)
     assert "the language models of these kinds within others (...ForConditionalGeneration)" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7"}, "the WKV recurrence"),
+        ({"model_type": "recurrent_gemma"}, "the RG-LRU recurrence"),
+        (
+            {"architectures": ["Qwen4ExpForConditionalGeneration"], "text_config": {"model_type": "qwen4_exp_text"}},
+            "attention to the tokens that an indexer chooses, and embeddings of n-grams",
+        ),
+    ],
+)
+def test_a_model_with_states_that_is_not_served_is_refused_by_its_part(
+    make: Make, config: dict[str, Any], part: str
+) -> None:
+    assert f"is not supported: it needs {part}, which Quire does not have" in error_of(make(config))
 
 
 def test_what_is_no_directory_of_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
