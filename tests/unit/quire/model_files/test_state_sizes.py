@@ -51,14 +51,15 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 def test_every_family_has_the_sizes_of_its_layers(architecture: str) -> None:
     values = {**_SIZES, **_HEADS, **_CONFIGS[architecture]}
     config, found = WITH_STATES[architecture].read_config(values), state_sizes(architecture, values)
-    assert config.state_size is not None
+    size = config.state_size()
+    assert size is not None
     assert found is not None
-    assert (found.num_units, found.unit_bytes) == (config.state_size.num_units, config.state_size.unit_bytes)
+    assert (found.num_units, found.unit_bytes) == (size.num_units, size.unit_bytes)
     assert (found.num_layers, found.num_attending) == (len(config.state_layers), len(config.key_layers))
     for num_bytes in (1000, 1 << 20) if config.key_layers else (0,):
-        block_bytes = arena_block_bytes(num_bytes, config.state_size)
+        block_bytes = arena_block_bytes(num_bytes, size)
         assert found.block_bytes(num_bytes) == block_bytes
-        assert found.num_blocks(block_bytes) == config.state_size.num_blocks(block_bytes)
+        assert found.num_blocks(block_bytes) == size.num_blocks(block_bytes)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from tests.support.models import (
     FEW_EXPERTS,
     FOREIGN,
     NATIVE,
+    STATES,
     VOCAB_SIZE,
     WITH_IMAGES,
     Family,
@@ -67,6 +68,7 @@ IN_PARTS = (
     "gemma4-shared",
     "gemma4-moe",
     "gemma3n-shared",
+    *STATES,
 )
 
 
