@@ -88,8 +88,8 @@ class Mamba2Config:
         num_heads = part_of_rank(ranks, self.num_heads, "heads in layers of Mamba 2")
         if self.num_groups % ranks.size and ranks.size % self.num_groups:
             raise ConfigurationError(
-                f"--tensor-parallel-size is {ranks.size}; it must divide the {self.num_groups} groups of this model's "
-                "layers of Mamba 2, or be a multiple of them"
+                f"--tensor-parallel-size is {ranks.size}; it must divide the {self.num_groups} groups of heads in "
+                "this model's layers of Mamba 2, or be a multiple of them"
             )
         return replace(self, num_heads=num_heads, num_groups=max(self.num_groups // ranks.size, 1))
 
