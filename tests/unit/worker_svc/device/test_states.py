@@ -142,7 +142,7 @@ def test_so_it_is_on_several_ranks(family: str, fields: dict[str, Any], tmp_path
 
 
 def assert_same_bits(model: CausalLM, max_passes: int) -> None:
-    """A prompt is computed alone, in chunks next to another one, and from checkpoints."""
+    """A prompt is computed by itself, in chunks next to another one, and from checkpoints."""
     first, second = make_prompts(41, 30)
     lone = Rows(model)
     expected = lone.run((0, 41), changes=make_changes(assign=[lone.assign(0, first)]), samples=[0])
