@@ -198,7 +198,7 @@ def _model(name: str | None) -> Finding:
         return Finding("model", Verdict.WRONG, str(error), "give another --model")
     found = f"{directory.path}, {directory.architecture}, {size / _GIB:.2f} GiB of weights"
     if (states := state_sizes(directory.architecture, directory.config)) is not None:
-        of_each = states.num_units * states.unit_bytes / (1 << 20)
+        of_each = states.num_bytes / (1 << 20)
         found += (
             f"; {states.num_layers} layers ({states.kind}) keep a state of {of_each:.2f} MiB in float32 for each "
             "sequence, in blocks of the KV pool, which also keeps copies of it (checkpoints) for later prompts"

@@ -136,7 +136,7 @@ def _read(name: str, path: Path) -> _Model:
         size = sum(file.stat().st_size for file in files)
         kv_bytes = _kv_bytes(described)
         of_states = state_sizes(described.architecture, described.config)
-        state_bytes = None if of_states is None else of_states.num_units * of_states.unit_bytes
+        state_bytes = None if of_states is None else of_states.num_bytes
         return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes, state_bytes)
     except (ConfigurationError, OSError) as error:
         return _Model(name, str(path), problem=str(error))

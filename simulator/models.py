@@ -1,8 +1,8 @@
 """The properties of a language model that a cost model needs: layers, widths and derived numbers."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, cast
@@ -31,6 +31,7 @@ class ModelShape:
         max_model_len: Maximum number of tokens of a sequence.
         num_windowed: Layers that read only the last `window` tokens.
         states: Sizes of the states of layers that keep one; None if there are none.
+        states_on: The same for a number of devices; None if these cannot have equal parts.
     """
 
     name: str
@@ -50,6 +51,7 @@ class ModelShape:
     num_windowed: int = 0
     window: int = 0
     states: StateSizes | None = None
+    states_on: Callable[[int], StateSizes | None] | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def opt(cls, name: str, num_layers: int, hidden_size: int, num_heads: int) -> Self:
@@ -108,6 +110,7 @@ class ModelShape:
             num_windowed=num_windowed,
             window=config.number("sliding_window") if num_windowed else 0,
             states=state_sizes(model.architecture, model.config),
+            states_on=partial(state_sizes, model.architecture, model.config),
         )
 
     def with_dtype(self, dtype: str) -> Self:
@@ -118,14 +121,17 @@ class ModelShape:
         """The same shape over `num_devices` devices. If there are more devices than heads of keys and values, devices
         hold copies of a head. Raises ConfigurationError if a worker would refuse to split it so."""
         heads, kv_heads = self.num_heads, self.num_kv_heads
-        if self.states is not None and num_devices > 1:
-            raise ConfigurationError(f"{num_devices} devices cannot share {self.name}: its layers keep states")
+        states = None if self.states_on is None else self.states_on(num_devices)
+        if self.states is not None and states is None:
+            raise ConfigurationError(
+                f"{num_devices} devices cannot share {self.name}: they must divide the heads of its layers with states"
+            )
         if heads % num_devices or (kv_heads % num_devices and num_devices % kv_heads):
             raise ConfigurationError(
                 f"{num_devices} devices cannot share {self.name}: they must divide its {heads} attention heads, and "
                 f"divide its {kv_heads} heads of key and value or be a multiple of them"
             )
-        return replace(self, num_kv_heads=max(kv_heads, num_devices))
+        return replace(self, num_kv_heads=max(kv_heads, num_devices), states=states)
 
     @property
     def layer_parameters(self) -> int:
@@ -166,19 +172,20 @@ class ModelShape:
         return 2 * self.num_attending * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of a block: `block_size` tokens of the layers of one group, or a part of a state."""
-        if self.states is not None:
-            return self.states.block_bytes(self.slot_bytes * block_size)
+        """Bytes of a block on all devices: `block_size` tokens of the layers of one group, or a part of a state."""
+        if (states := self.states) is not None:
+            return states.num_ranks * states.block_bytes(self.slot_bytes * block_size // states.num_ranks)
         return self.cut(block_size)[0] * self.slot_bytes // self.num_layers * block_size
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the state of a sequence."""
-        return 0 if self.states is None else self.states.num_units * self.states.unit_bytes
+        return 0 if self.states is None else self.states.num_bytes
 
     def state_blocks(self, block_size: int) -> int:
         """Blocks that hold the state of a sequence."""
-        return 0 if self.states is None else self.states.num_blocks(self.block_bytes(block_size))
+        states = self.states
+        return 0 if states is None else states.num_blocks(self.block_bytes(block_size) // states.num_ranks)
 
     def cut(self, block_size: int) -> tuple[int, LayerGroups]:
         """The layers of a group, and the groups, as a worker cuts them: groups of equal bytes, with the most layers a

@@ -52,8 +52,6 @@ def _check_states(model: CausalLM, draft_model: CausalLM | None) -> None:
     reason = None
     if model.device.type != "cpu":
         reason = f"the device is {model.device.type}, use --device cpu"
-    elif model.ranks.size > 1:
-        reason = f"--tensor-parallel-size is {model.ranks.size}, use 1"
     elif draft_model is not None:
         reason = "there is a --draft-model, leave it out"
     elif any(layer.window is not None for layer in model.cache_layers):

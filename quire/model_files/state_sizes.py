@@ -4,7 +4,7 @@ The worker's models have the same numbers from their layers (`StateLayout`). Thi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _COLUMNS, _FLOAT_BYTES, _ALIGNMENT, _BLOCKS_OF_STATE = 16, 4, 64, 512
@@ -22,9 +22,10 @@ class StateSizes:
     Attributes:
         num_layers: Layers that keep a state.
         num_attending: Layers that keep keys and values.
-        tiles: The parts of a layer's state: number of tiles, and lines of each.
+        tiles: The parts of a layer's state on a rank: number of tiles, and lines of each.
         parameters: Elements of the matrices of such a layer, without its MLP.
         kind: For people.
+        num_ranks: Ranks that share the model.
     """
 
     num_layers: int
@@ -32,6 +33,7 @@ class StateSizes:
     tiles: tuple[tuple[int, int], ...]
     parameters: int
     kind: str
+    num_ranks: int = 1
 
     @property
     def unit_bytes(self) -> int:
@@ -40,35 +42,48 @@ class StateSizes:
 
     @property
     def num_units(self) -> int:
+        """Units on a rank."""
         per_unit = [self.unit_bytes // (lines * _COLUMNS * _FLOAT_BYTES) for _, lines in self.tiles]
         return self.num_layers * sum(-(-count // most) for (count, _), most in zip(self.tiles, per_unit, strict=True))
 
     def block_bytes(self, bytes_of_tokens: int) -> int:
-        """Bytes of a block: of its tokens in the layers of attention, or of a unit if that is larger. Without such
-        layers a block is a part of a state."""
+        """Bytes of a block on a rank: of its tokens in the layers of attention there, or of a unit if that is larger.
+        Without such layers a block is a part of a state."""
         least = bytes_of_tokens or -(-self.num_units // _BLOCKS_OF_STATE) * self.unit_bytes
         return -(-max(least, self.unit_bytes) // _ALIGNMENT) * _ALIGNMENT
 
     def num_blocks(self, block_bytes: int) -> int:
-        """Blocks that hold a state."""
+        """Blocks that hold a state, on each rank; `block_bytes` are of a rank."""
         return -(-self.num_units // (block_bytes // self.unit_bytes))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a state on all ranks together."""
+        return self.num_ranks * self.num_units * self.unit_bytes
 
-def state_sizes(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
-    """The sizes; None if no layer keeps a state, or if the configuration does not determine them."""
+
+def state_sizes(architecture: str, config: Mapping[str, Any], num_ranks: int = 1) -> StateSizes | None:
+    """The sizes; None if no layer keeps a state, if the configuration does not determine them, or if the ranks cannot
+    have equal parts."""
     try:
-        return _read(architecture, config)
+        sizes = _read(architecture, config, num_ranks)
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+    return None if sizes is None else replace(sizes, num_ranks=num_ranks)
 
 
-def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
+def _read(architecture: str, config: Mapping[str, Any], num_ranks: int) -> StateSizes | None:
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(name)
         return value
+
+    def of_rank(count: int) -> int:
+        if count % num_ranks:
+            raise ValueError(count)
+        return count // num_ranks
 
     hidden, count = number("hidden_size"), number("num_hidden_layers", 1)
     types = config.get("layer_types") or config.get("layers_block_type")
@@ -87,8 +102,9 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
                 key_heads, heads = number("linear_num_key_heads", 16), number("linear_num_value_heads", 32)
                 lines, columns = number("linear_key_head_dim", 128), number("linear_value_head_dim", 128)
             channels, inner = 2 * key_heads * lines + heads * columns, heads * columns
-            parts = _conv(channels, number("linear_conv_kernel_dim", 4)), (heads * -(-columns // _COLUMNS), lines)
             parameters = hidden * (channels + 2 * inner + 2 * heads)
+            heads, channels = of_rank(key_heads) * (heads // key_heads), of_rank(channels)
+            parts = _conv(channels, number("linear_conv_kernel_dim", 4)), (heads * -(-columns // _COLUMNS), lines)
             return _sizes(types, parts, parameters, "delta rule")
         case "KimiLinearForCausalLM":
             section = config.get("linear_attn_config") or {}
@@ -98,7 +114,7 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
             attending = section.get("full_attn_layers") or range(5, count + 1, 4)
             types = types or ["attention" if index + 1 in attending else _STATES[0] for index in range(count)]
             inner = heads * lines
-            parts = _conv(3 * inner, taps), (heads * -(-lines // _COLUMNS), lines)
+            parts = _conv(3 * of_rank(heads) * lines, taps), (of_rank(heads) * -(-lines // _COLUMNS), lines)
             parameters = hidden * (4 * inner + 2 * lines + heads) + 2 * lines * inner
             return _sizes(types, parts, parameters, "delta rule")
         case "JambaForCausalLM" | "MambaForCausalLM" | "FalconMambaForCausalLM":
@@ -114,7 +130,7 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
                 types = ["attention" if index % every == first else "mamba" for index in range(count)]
             else:
                 inner = number("intermediate_size", int(config.get("expand", 2) * hidden))
-            parts = _conv(inner, taps), (-(-inner // _COLUMNS), lines)
+            parts = _conv(of_rank(inner), taps), (-(-of_rank(inner) // _COLUMNS), lines)
             return _sizes(types, parts, 3 * hidden * inner + 2 * inner * (rank + lines), "Mamba")
         case "Mamba2ForCausalLM":
             types = ["mamba"] * count
@@ -124,7 +140,8 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
             attending = config.get("full_attn_idxs")
             attending = range(count) if attending is None else attending
             types = types or ["attention" if index in attending else "conv" for index in range(count)]
-            return _sizes(types, (_conv(hidden, number("conv_L_cache", 3)),), 4 * hidden * hidden, "convolution")
+            parts = (_conv(of_rank(hidden), number("conv_L_cache", 3)),)
+            return _sizes(types, parts, 4 * hidden * hidden, "convolution")
         case "BambaForCausalLM":
             attending = config.get("attn_layer_indices") or ()
             types = ["attention" if index in attending else "mamba" for index in range(count)]
@@ -151,9 +168,11 @@ def _read(architecture: str, config: Mapping[str, Any]) -> StateSizes | None:
         groups = number("mamba_n_groups", 1)
     if inner % heads:
         raise ValueError(heads)
-    channels = inner + 2 * groups * lines
-    parts = _conv(channels, taps), (heads * -(-(inner // heads) // _COLUMNS), lines)
-    parameters = hidden * (channels + 2 * inner + heads)
+    parameters = hidden * (3 * inner + 2 * groups * lines + heads)
+    if groups % num_ranks and num_ranks % groups:
+        raise ValueError(groups)
+    channels = of_rank(heads) * (inner // heads) + 2 * max(groups // num_ranks, 1) * lines
+    parts = _conv(channels, taps), (of_rank(heads) * -(-(inner // heads) // _COLUMNS), lines)
     if architecture in ("FalconH1ForCausalLM", "Zamba2ForCausalLM"):
         return StateSizes(count, num_attending, parts, parameters, "Mamba 2")
     return _sizes(types, parts, parameters, "Mamba 2")

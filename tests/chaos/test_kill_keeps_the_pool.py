@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "several tokens a step": {"speculate": ("ngram",), "multi_step_ms": 24},
     # Its layers keep states, so streams continue from the last checkpoint of their output.
     "states": {"model": "qwen3.5"},
+    "states of two ranks": {"model": "qwen3.5", "tensor_parallel_size": 2},
     # The model itself.
     "draft model": {"speculate": ("draft",), "draft_model": "quire-tiny", "multi_step_ms": 24},
 }
@@ -84,6 +85,7 @@ def num_computed_since_attach(trace: Path) -> int:
         pytest.param("int8 pool", "worker", marks=pytest.mark.extended),
         pytest.param("several tokens a step", "worker", marks=pytest.mark.extended),
         pytest.param("states", "worker", marks=pytest.mark.extended),
+        pytest.param("states of two ranks", "worker-1", marks=pytest.mark.extended),
         pytest.param("draft model", "worker", marks=pytest.mark.extended),
     ],
     indirect=["survivor"],

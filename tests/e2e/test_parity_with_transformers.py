@@ -158,10 +158,12 @@ async def test_the_rules_of_generation_config_json_do_what_they_do_in_transforme
 TWO_RANKS: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "num_gpu_blocks": 16,
-    "max_num_batched_tokens": 256,
+    "max_num_batched_tokens": 300,
     "preemption_mode": "swap",
 }
-CASES = [*((name, 1) for name in FOR_TWO_RANKS), ("llama-mqa-80", 2)]
+CASES = [*((name, 1) for name in FOR_TWO_RANKS), ("llama-mqa-80", 2), ("lfm2", 1), ("qwen3.5", 1)]
+# The state of a sequence takes 6 blocks.
+BLOCKS = {"qwen3.5": 44}
 
 
 @parametrize_once("name, num_threads", CASES)
@@ -169,7 +171,8 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
     name: str, num_threads: int, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path, name)
-    async with serving(model=str(tmp_path), dtype="float32", num_threads=num_threads, **TWO_RANKS) as served:
+    settings = {**TWO_RANKS, "num_gpu_blocks": BLOCKS.get(name, TWO_RANKS["num_gpu_blocks"])}
+    async with serving(model=str(tmp_path), dtype="float32", num_threads=num_threads, **settings) as served:
         await check_greedy(served, model, make_prompts(24, max_length=70), 24)
         state = await served.state()
         assert state.preemptions > 0

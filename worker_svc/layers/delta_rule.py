@@ -2,7 +2,7 @@
 Hybrid have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -10,8 +10,9 @@ import torch
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
-from worker_svc.layers.linear import Linear, LinearPart, Spread
+from worker_svc.layers.linear import Linear, LinearPart, Split, Spread
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
+from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank
 from worker_svc.weights import Placement
 
 
@@ -65,12 +66,22 @@ class DeltaRuleConfig:
         return 2 * self.keys + self.values
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Channels that are split over ranks separately."""
+        return (Segment(self.keys), Segment(self.keys), Segment(self.values))
+
+    @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         """The last inputs of the convolution, and the matrices."""
         return (
             StateShape.of_conv(self.channels, self.num_taps),
             StateShape.of_recurrence(self.num_values, self.key_dim, self.value_dim),
         )
+
+    def of_rank(self, ranks: Ranks) -> "DeltaRuleConfig":
+        """With some heads of key, and their heads of value."""
+        num_keys = part_of_rank(ranks, self.num_keys, "heads of key in layers with delta rules")
+        return replace(self, num_keys=num_keys, num_values=self.num_values // ranks.size)
 
     def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> "DeltaRule":
         return DeltaRule(f"{name}.linear_attn", self, hidden, units, placement)
@@ -79,10 +90,12 @@ class DeltaRuleConfig:
         """The parts of query, key, value and output gate, and the parts of beta and decay."""
         narrow = [("in_proj_b", self.num_values), ("in_proj_a", self.num_values)]
         if self.inputs is DeltaInputs.MERGED:
-            return _linear_parts(name, [("in_proj_qkv", self.channels), ("in_proj_z", self.values)], narrow)
+            wide = [LinearPart(f"{name}.in_proj_qkv", self.channels, segments=self.segments)]
+            return [*wide, LinearPart(f"{name}.in_proj_z", self.values)], _linear_parts(name, narrow)
         if self.inputs is DeltaInputs.APART:
-            wide = [("q_proj", self.keys), ("k_proj", self.keys), ("v_proj", self.values), ("g_proj", self.values)]
-            return _linear_parts(name, wide, [("b_proj", self.num_values), ("a_proj", self.num_values)])
+            inputs = [("q_proj", self.keys), ("k_proj", self.keys), ("v_proj", self.values), ("g_proj", self.values)]
+            narrow = [("b_proj", self.num_values), ("a_proj", self.num_values)]
+            return _linear_parts(name, inputs), _linear_parts(name, narrow)
         ratio = self.num_values // self.num_keys
         value = ratio * self.value_dim
         return (
@@ -117,15 +130,15 @@ class DeltaRule(StateLayer):
         self, name: str, config: DeltaRuleConfig, hidden: int, units: Sequence[StateUnits], placement: Placement
     ) -> None:
         super().__init__()
-        self._config = config
+        self._config = config.of_rank(placement.ranks)
         self._of_convolution, self._of_recurrence = units
         wide, narrow = config.input_parts(name)
-        self.inputs = Linear(wide, hidden, bias=False, placement=placement)
+        self.inputs = Linear(wide, hidden, bias=False, placement=placement, split=Split.OUTPUTS)
         # A few numbers, whose errors would add up over all later tokens.
-        self.gates = Linear(narrow, hidden, bias=False, placement=placement, keeps_weights=True)
-        self.convolution = Taps(f"{name}.conv1d", config.channels, config.num_taps, placement, bias=False)
-        self.log_decay = Numbers(f"{name}.A_log", config.num_values, placement, split=False)
-        self.step_bias = Numbers(f"{name}.dt_bias", config.num_values, placement, split=False)
+        self.gates = Linear(narrow, hidden, bias=False, placement=placement, split=Split.OUTPUTS, keeps_weights=True)
+        self.convolution = Taps(f"{name}.conv1d", config.segments, config.num_taps, placement, bias=False)
+        self.log_decay = Numbers(f"{name}.A_log", config.num_values, placement)
+        self.step_bias = Numbers(f"{name}.dt_bias", config.num_values, placement)
         is_apart = config.inputs is DeltaInputs.APART
         norm, output = ("o_norm", "o_proj") if is_apart else ("norm", "out_proj")
         self.norm = GateNorm(f"{name}.{norm}", config.value_dim, config.norm_eps, placement)
@@ -134,6 +147,7 @@ class DeltaRule(StateLayer):
             config.values,
             bias=False,
             placement=placement,
+            split=Split.INPUTS,
         )
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
@@ -160,7 +174,5 @@ class DeltaRule(StateLayer):
         return self.output(self.norm(attended.view(num_tokens, -1), gate))
 
 
-def _linear_parts(name: str, *layers: list[tuple[str, int]]) -> tuple[list[LinearPart], list[LinearPart]]:
-    """The parts of two layers, whose names and sizes these are."""
-    wide, narrow = ([LinearPart(f"{name}.{part}", size) for part, size in sizes] for sizes in layers)
-    return wide, narrow
+def _linear_parts(name: str, sizes: list[tuple[str, int]]) -> list[LinearPart]:
+    return [LinearPart(f"{name}.{part}", size) for part, size in sizes]

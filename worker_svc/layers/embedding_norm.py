@@ -11,7 +11,7 @@ from kernels import ops
 from kernels.packed_weight import CodedWeight
 from worker_svc.layers.linear import HeadOrder
 from worker_svc.layers.products import Product, make_coded_product, make_product, with_float32_outputs
-from worker_svc.parallel.ranks import Shard
+from worker_svc.parallel.ranks import Ranks, Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec, frozen
 
 
@@ -302,8 +302,22 @@ class HeadNorm(Loadable):
             return ops.rms_norm(x.flatten(1), self.weight.view(-1), self._eps, self._offset).view(x.shape)
         # Ranks that share a head of the key have the same squares.
         count = self._num_heads * self._head_dim * max(ranks.size // self._num_heads, 1)
-        squares = ranks.sum(x.flatten(1).float().square().sum(dim=1, keepdim=True))
-        return (x * (squares / count + self._eps).rsqrt()[..., None] * (self.weight + self._offset)).to(x.dtype)
+        factor = rms_factor(x.flatten(1), count, self._eps, ranks)
+        return (x * factor[..., None] * (self.weight + self._offset)).to(x.dtype)
+
+
+def rms_factor(x: torch.Tensor, count: int, eps: float, ranks: Ranks, num_groups: int = 1) -> torch.Tensor:
+    """The factors of a root mean square norm of lines that ranks have in parts: x [T, n], one rank's part -> [T, 1]
+    float32.
+
+    Args:
+        count: numbers that are normalised together.
+        num_groups: Each rank is in one of these groups of neighbours. Every group has a norm of its own.
+    """
+    own = ranks.rank * num_groups // ranks.size
+    squares = x.new_zeros(x.shape[0], num_groups, dtype=torch.float32)
+    squares[:, own] = x.float().square().sum(dim=1)
+    return (ranks.sum(squares)[:, own, None] / count + eps).rsqrt()
 
 
 class Numbers(Loadable):

@@ -1,15 +1,16 @@
 """Kimi Delta Attention (arXiv 2510.26692): a delta rule whose decay differs between the channels of a key."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
+from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank
 from worker_svc.weights import Placement
 
 
@@ -42,6 +43,10 @@ class KimiDeltaConfig:
             StateShape.of_recurrence(self.num_heads, self.head_dim, self.head_dim),
         )
 
+    def of_rank(self, ranks: Ranks) -> "KimiDeltaConfig":
+        """With some heads."""
+        return replace(self, num_heads=part_of_rank(ranks, self.num_heads, "heads in layers with delta rules"))
+
     def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> "KimiDelta":
         return KimiDelta(f"{name}.self_attn", self, hidden, units, placement)
 
@@ -59,26 +64,28 @@ class KimiDelta(StateLayer):
         self, name: str, config: KimiDeltaConfig, hidden: int, units: Sequence[StateUnits], placement: Placement
     ) -> None:
         super().__init__()
-        self._config = config
+        self._config = config.of_rank(placement.ranks)
         self._of_convolution, self._of_recurrence = units
         heads, head_dim, width = config.num_heads, config.head_dim, config.width
 
-        def linear(*parts: tuple[str, int], inputs: int, keeps_weights: bool = False) -> Linear:
+        def linear(
+            *parts: tuple[str, int], inputs: int, split: Split = Split.OUTPUTS, keeps_weights: bool = False
+        ) -> Linear:
             named = [LinearPart(f"{name}.{part}", size) for part, size in parts]
-            return Linear(named, inputs, bias=False, placement=placement, keeps_weights=keeps_weights)
+            return Linear(named, inputs, bias=False, placement=placement, split=split, keeps_weights=keeps_weights)
 
         self.inputs = linear(("q_proj", width), ("k_proj", width), ("v_proj", width), inputs=hidden)
-        self.gate_inputs = linear(("g_a_proj", head_dim), inputs=hidden)
+        self.gate_inputs = linear(("g_a_proj", head_dim), inputs=hidden, split=Split.WHOLE)
         self.gates = linear(("g_b_proj", width), inputs=head_dim)
         # Errors of decays would add up over all later tokens.
-        self.step_inputs = linear(("f_a_proj", head_dim), inputs=hidden, keeps_weights=True)
+        self.step_inputs = linear(("f_a_proj", head_dim), inputs=hidden, split=Split.WHOLE, keeps_weights=True)
         self.steps = linear(("f_b_proj", width), inputs=head_dim, keeps_weights=True)
         self.beta = linear(("b_proj", heads), inputs=hidden, keeps_weights=True)
-        self.convolution = Taps(f"{name}.conv1d", 3 * width, config.num_taps, placement, bias=False)
-        self.log_decay = Numbers(f"{name}.A_log", heads, placement, split=False, shape=(1, 1, heads, 1))
-        self.step_bias = Numbers(f"{name}.dt_bias", width, placement, split=False)
+        self.convolution = Taps(f"{name}.conv1d", (Segment(width),) * 3, config.num_taps, placement, bias=False)
+        self.log_decay = Numbers(f"{name}.A_log", heads, placement, shape=(1, 1, heads, 1))
+        self.step_bias = Numbers(f"{name}.dt_bias", width, placement)
         self.norm = GateNorm(f"{name}.o_norm", head_dim, config.norm_eps, placement, activation="sigmoid")
-        self.output = linear(("o_proj", hidden), inputs=width)
+        self.output = linear(("o_proj", hidden), inputs=width, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
         config, num_tokens = self._config, x.shape[0]

@@ -28,7 +28,7 @@ from worker_svc.layers.products import (
     with_float32_outputs,
     without_activation,
 )
-from worker_svc.parallel.ranks import Shard
+from worker_svc.parallel.ranks import ALONE, Segment, Shard
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 
 
@@ -104,8 +104,8 @@ class LinearPart:
     """A linear layer of the checkpoint, by the name of its module.
 
     Attributes:
-        segments: equal runs of outputs that are split separately, as GPT-2's query, key and value in one layer.
-        num_shards: number of parts of the outputs, if it is smaller than the number of ranks.
+        segments: runs of outputs that are split separately, as GPT-2's query, key and value in one layer; empty if all
+            outputs are split together.
         first: outputs of the checkpoint's layer before these.
         of: outputs of the checkpoint's layer; None if these are all.
         apart: Name of a separate layer with only these outputs, which adapters may have been trained on.
@@ -117,8 +117,7 @@ class LinearPart:
 
     name: str
     out_features: int
-    segments: int = 1
-    num_shards: int | None = None
+    segments: tuple[Segment, ...] = ()
     first: int = 0
     of: int | None = None
     order: HeadOrder | None = None
@@ -304,12 +303,8 @@ class Linear(Loadable):
         return self._placement.ranks.shard(self._in_features) if is_split else Shard(0, self._in_features)
 
     def _outputs_of_rank(self, part: LinearPart) -> Iterator[Shard]:
-        width = part.out_features // part.segments
-        is_split = self._split is Split.OUTPUTS
-        shard = self._placement.ranks.shard(width, part.num_shards) if is_split else Shard(0, width)
-        for segment in range(part.segments):
-            start = segment * width
-            outputs = Shard(start + shard.start, start + shard.end)
+        ranks = self._placement.ranks if self._split is Split.OUTPUTS else ALONE
+        for outputs in ranks.shards(part.segments or (Segment(part.out_features),)):
             if part.spread is None:
                 runs = iter((Shard(part.first + outputs.start, part.first + outputs.end),))
             else:

@@ -1,7 +1,7 @@
 """State space layers of Mamba (arXiv 2312.00752), with or without attention in other layers."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import torch
@@ -10,8 +10,9 @@ from torch import nn
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import NoNorm, Numbers, RmsNorm, UnitNorm
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import StateLayer, Taps
+from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 
 
@@ -57,6 +58,10 @@ class MambaConfig:
             StateShape.of_scan(self.inner_size, self.state_dim),
         )
 
+    def of_rank(self, ranks: Ranks) -> "MambaConfig":
+        """With some inputs."""
+        return replace(self, inner_size=part_of_rank(ranks, self.inner_size, "inputs in layers of Mamba"))
+
     def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> "Mamba":
         return Mamba(f"{name}.{self.module}", self, hidden, units, placement)
 
@@ -73,12 +78,15 @@ class Mamba(StateLayer):
         self, name: str, config: MambaConfig, hidden: int, units: Sequence[StateUnits], placement: Placement
     ) -> None:
         super().__init__()
-        self._config = config
+        self._config = config.of_rank(placement.ranks)
         self._of_convolution, self._of_scan = units
         inner, rank = config.inner_size, config.step_rank
 
-        def linear(part: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
-            return Linear([LinearPart(f"{name}.{part}", outputs)], inputs, bias=bias, placement=placement)
+        def linear(
+            part: str, outputs: int, inputs: int, split: Split, *, bias: bool = False, segments: Sequence[Segment] = ()
+        ) -> Linear:
+            named = LinearPart(f"{name}.{part}", outputs, segments=tuple(segments))
+            return Linear([named], inputs, bias=bias, placement=placement, split=split)
 
         def norm(part: str, size: int) -> nn.Module:
             if config.norms is MambaNorms.NONE:
@@ -87,19 +95,20 @@ class Mamba(StateLayer):
                 return UnitNorm(size, config.norm_eps, placement)
             return RmsNorm(f"{name}.{part}", size, config.norm_eps, placement=placement)
 
-        self.inputs = linear("in_proj", 2 * inner, hidden, bias=config.bias)
-        self.convolution = Taps(f"{name}.conv1d", inner, config.num_taps, placement, bias=config.taps_bias)
-        self.projections = linear("x_proj", rank + 2 * config.state_dim, inner)
+        mixed, gate = Segment(inner), Segment(inner)
+        self.inputs = linear("in_proj", 2 * inner, hidden, Split.OUTPUTS, bias=config.bias, segments=(mixed, gate))
+        self.convolution = Taps(f"{name}.conv1d", (mixed,), config.num_taps, placement, bias=config.taps_bias)
+        self.projections = linear("x_proj", rank + 2 * config.state_dim, inner, Split.INPUTS)
         self.step_norm, self.b_norm, self.c_norm = (
             norm("dt_layernorm", rank),
             norm("b_layernorm", config.state_dim),
             norm("c_layernorm", config.state_dim),
         )
-        self.steps = linear("dt_proj", inner, rank)
-        self.step_bias = Numbers(f"{name}.dt_proj.bias", inner, placement, split=False)
+        self.steps = linear("dt_proj", inner, rank, Split.OUTPUTS)
+        self.step_bias = Numbers(f"{name}.dt_proj.bias", inner, placement)
         self.decay = _Decay(f"{name}.A_log", inner, config.state_dim, placement)
-        self.skip = Numbers(f"{name}.D", inner, placement, split=False)
-        self.output = linear("out_proj", hidden, inner, bias=config.bias)
+        self.skip = Numbers(f"{name}.D", inner, placement)
+        self.output = linear("out_proj", hidden, inner, Split.INPUTS, bias=config.bias)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
         config, taps = self._config, self.convolution
@@ -125,7 +134,7 @@ class Mamba(StateLayer):
 
 
 class _Decay(Loadable):
-    """The matrix A, whose logarithm the checkpoint has."""
+    """The matrix A, whose logarithm the checkpoint has, of this rank's inputs."""
 
     values: torch.Tensor
     """[inputs, state_dim], negative, in float32."""
@@ -141,6 +150,7 @@ class _Decay(Loadable):
 
     def load(self, tensors: TensorReader) -> None:
         stored = tensors.read(self._spec)
+        stored = stored[self._placement.ranks.shard(len(stored)).slice]
         values = torch.empty(stored.shape, dtype=torch.float32, device=self._placement.device).copy_(stored)
         self.values = values.exp_().neg_()
         self.no_log_decay = values.new_zeros(values.shape[0])

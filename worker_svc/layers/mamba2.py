@@ -1,15 +1,17 @@
 """State space layers of Mamba 2 (arXiv 2405.21060), as hybrids of it and attention have."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
+from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.embedding_norm import Numbers
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps
+from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank
 from worker_svc.weights import Placement
 
 
@@ -75,6 +77,22 @@ class Mamba2Config:
             StateShape.of_recurrence(self.num_heads, self.state_dim, self.head_dim),
         )
 
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Inputs, B and C, which are split over ranks separately. Ranks with heads of one group have its B and C."""
+        of_groups = Segment(self.group_size, self.num_groups)
+        return (Segment(self.inner_size), of_groups, of_groups)
+
+    def of_rank(self, ranks: Ranks) -> "Mamba2Config":
+        """With some heads and their groups."""
+        num_heads = part_of_rank(ranks, self.num_heads, "heads in layers of Mamba 2")
+        if self.num_groups % ranks.size and ranks.size % self.num_groups:
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {ranks.size}; it must divide the {self.num_groups} groups of heads in "
+                "this model's layers of Mamba 2, or be a multiple of them"
+            )
+        return replace(self, num_heads=num_heads, num_groups=max(self.num_groups // ranks.size, 1))
+
     def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> "Mamba2":
         return Mamba2(f"{name}.{self.module}", self, hidden, units, placement)
 
@@ -91,14 +109,15 @@ class Mamba2(StateLayer):
         self, name: str, config: Mamba2Config, hidden: int, units: Sequence[StateUnits], placement: Placement
     ) -> None:
         super().__init__()
-        self._config = config
+        self._config = config.of_rank(placement.ranks)
         self._of_convolution, self._of_recurrence = units
         inner = config.inner_size
-        self.inputs = Linear(_input_parts(f"{name}.in_proj", config), hidden, bias=config.bias, placement=placement)
-        self.convolution = Taps(f"{name}.conv1d", config.channels, config.num_taps, placement, bias=config.taps_bias)
-        self.log_decay = Numbers(f"{name}.A_log", config.num_heads, placement, split=False)
-        self.step_bias = Numbers(f"{name}.dt_bias", config.num_heads, placement, split=False)
-        self.skip = Numbers(f"{name}.D", config.num_heads, placement, split=False)
+        parts = _input_parts(f"{name}.in_proj", config)
+        self.inputs = Linear(parts, hidden, bias=config.bias, placement=placement, split=Split.OUTPUTS)
+        self.convolution = Taps(f"{name}.conv1d", config.segments, config.num_taps, placement, bias=config.taps_bias)
+        self.log_decay = Numbers(f"{name}.A_log", config.num_heads, placement)
+        self.step_bias = Numbers(f"{name}.dt_bias", config.num_heads, placement)
+        self.skip = Numbers(f"{name}.D", config.num_heads, placement)
         self.norm: GateNorm | None = None
         if config.norm_group is not None:
             self.norm = GateNorm(
@@ -108,10 +127,11 @@ class Mamba2(StateLayer):
                 placement,
                 group_size=config.norm_group,
                 norm_first=config.norm_first,
+                split=True,
             )
         bias = config.bias if config.output_bias is None else config.output_bias
         part = LinearPart(f"{name}.out_proj", hidden, scale=config.output_scale)
-        self.output = Linear([part], inner, bias=bias, placement=placement)
+        self.output = Linear([part], inner, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
         config, num_tokens = self._config, x.shape[0]
@@ -150,10 +170,19 @@ class Mamba2(StateLayer):
 
 def _input_parts(name: str, config: Mamba2Config) -> list[LinearPart]:
     """Gate, inputs, B, C and time steps: one layer of the checkpoint, in parts if these have factors."""
-    sizes = (config.inner_size, config.inner_size, config.group_size, config.group_size, config.num_heads)
+    segments = (Segment(config.inner_size), *config.segments, Segment(config.num_heads))
+    sizes = [segment.size for segment in segments]
     if {config.input_scale, *config.scales} == {1.0}:
-        return [LinearPart(name, sum(sizes))]
+        return [LinearPart(name, sum(sizes), segments=segments)]
     return [
-        LinearPart(name, size, first=sum(sizes[:index]), of=sum(sizes), scale=scale, input_scale=config.input_scale)
-        for index, (size, scale) in enumerate(zip(sizes, config.scales, strict=True))
+        LinearPart(
+            name,
+            segment.size,
+            segments=(segment,),
+            first=sum(sizes[:index]),
+            of=sum(sizes),
+            scale=scale,
+            input_scale=config.input_scale,
+        )
+        for index, (segment, scale) in enumerate(zip(segments, config.scales, strict=True))
     ]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from kernels import ops
+from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import RmsNorm
@@ -138,7 +139,16 @@ class SharedUse(nn.Module):
 def make_uses(
     config: SharedBlocksConfig, caches: Sequence[int], hidden: int, placement: Placement
 ) -> dict[int, SharedUse]:
-    """The uses, by the layer. `caches` has the number of the keys of each."""
+    """The uses, by the layer. `caches` has the number of the keys of each.
+
+    Raises:
+        ConfigurationError: there are several ranks, which would have to divide the heads of each use.
+    """
+    if placement.ranks.size > 1:
+        raise ConfigurationError(
+            f"--tensor-parallel-size is {placement.ranks.size}; it must be 1 for a model whose layers share blocks of "
+            "attention"
+        )
     names = [f"model.layers.{index}" for index in config.layers]
     blocks = [SharedBlock(name, config, hidden, placement) for name in names[: config.num_blocks]]
     return {

@@ -1,14 +1,15 @@
 """Gated short convolutions, as LFM2 has: each channel is convolved over a few tokens, between two gates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
-from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import StateLayer, Taps
+from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank
 from worker_svc.weights import Placement
 
 
@@ -29,6 +30,9 @@ class ShortConvolutionConfig:
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:
         return (StateShape.of_conv(self.channels, self.num_taps),)
+
+    def of_rank(self, ranks: Ranks) -> "ShortConvolutionConfig":
+        return replace(self, channels=part_of_rank(ranks, self.channels, "channels of convolutions"))
 
     def make_layer(
         self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement
@@ -51,13 +55,15 @@ class ShortConvolution(StateLayer):
         (self._units,) = units
         channels, bias = config.channels, config.bias
         self.inputs = Linear(
-            [LinearPart(f"{name}.in_proj", 3 * channels)],
+            [LinearPart(f"{name}.in_proj", 3 * channels, segments=(Segment(channels),) * 3)],
             hidden,
             bias=bias,
             placement=placement,
+            split=Split.OUTPUTS,
         )
-        self.convolution = Taps(f"{name}.conv", channels, config.num_taps, placement, bias=bias)
-        self.output = Linear([LinearPart(f"{name}.out_proj", hidden)], channels, bias=bias, placement=placement)
+        self.convolution = Taps(f"{name}.conv", (Segment(channels),), config.num_taps, placement, bias=bias)
+        output = LinearPart(f"{name}.out_proj", hidden)
+        self.output = Linear([output], channels, bias=bias, placement=placement, split=Split.INPUTS)
 
     def forward(self, x: torch.Tensor, pages: StatePages) -> torch.Tensor:
         before, after, inputs = self.inputs(x).chunk(3, 1)

@@ -3,13 +3,15 @@
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import nn
 
 from kernels import ops
 from kernels.states import StatePages, StateShape, StateUnits
+from worker_svc.layers.embedding_norm import rms_factor
+from worker_svc.parallel.ranks import ALONE, Ranks, Segment
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
 
 
@@ -52,8 +54,12 @@ class StateConfig(Protocol):
         """The parts of a layer's state, in their order."""
         ...
 
+    def of_rank(self, ranks: Ranks) -> Self:
+        """The sizes of a rank's part. ConfigurationError if the ranks cannot have equal parts."""
+        ...
+
     def make_layer(self, name: str, hidden: int, units: Sequence[StateUnits], placement: Placement) -> StateLayer:
-        """A layer of the decoder's layer `name`. `units` says where each part of its state is."""
+        """A layer of the decoder's layer `name`, of all ranks. `units` says where each part of this rank's state is."""
         ...
 
 
@@ -89,17 +95,20 @@ class Taps(Loadable):
 
     Args:
         name: of its module in the checkpoint.
+        channels: of all ranks.
         size: the tokens that an output depends on.
     """
 
     weight: torch.Tensor
-    """[channels, size], the weights of a tap together."""
+    """[channels of this rank, size], the weights of a tap together."""
     bias: torch.Tensor | None
 
-    def __init__(self, name: str, channels: int, size: int, placement: Placement, *, bias: bool) -> None:
+    def __init__(self, name: str, channels: Sequence[Segment], size: int, placement: Placement, *, bias: bool) -> None:
         super().__init__()
-        self._weight = TensorSpec(f"{name}.weight", (channels, 1, size))
-        self._bias = TensorSpec(f"{name}.bias", (channels,)) if bias else None
+        count = sum(segment.size for segment in channels)
+        self._weight = TensorSpec(f"{name}.weight", (count, 1, size))
+        self._bias = TensorSpec(f"{name}.bias", (count,)) if bias else None
+        self._shards = [shard.slice for shard in placement.ranks.shards(channels)]
         self._placement = placement
         self.bias = None
 
@@ -107,12 +116,14 @@ class Taps(Loadable):
         yield from (spec for spec in (self._weight, self._bias) if spec is not None)
 
     def load(self, tensors: TensorReader) -> None:
-        self.weight = self._placed(tensors.read(self._weight).squeeze(1).t()).t()
+        self.weight = self._placed(tensors.read(self._weight).squeeze(1))
         if self._bias is not None:
             self.bias = self._placed(tensors.read(self._bias))
 
-    def _placed(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.empty(values.shape, dtype=torch.float32, device=self._placement.device).copy_(values)
+    def _placed(self, stored: torch.Tensor) -> torch.Tensor:
+        """This rank's channels, the last dimension of memory."""
+        values = torch.cat([stored[shard] for shard in self._shards]).t()
+        return torch.empty(values.shape, dtype=torch.float32, device=self._placement.device).copy_(values).t()
 
 
 class GateNorm(Loadable):
@@ -123,6 +134,7 @@ class GateNorm(Loadable):
         name: of its module in the checkpoint.
         num_weights: of all groups together, or of one group: then all have the same.
         group_size: numbers that are normalised together.
+        split: each rank has a part of the groups, or of one group, and of the weights.
         norm_first: the first of the two.
         activation: "silu" or "sigmoid".
     """
@@ -139,8 +151,10 @@ class GateNorm(Loadable):
         group_size: int | None = None,
         norm_first: bool = True,
         activation: str = "silu",
+        split: bool = False,
     ) -> None:
         super().__init__()
+        self._shard = (placement.ranks if split else ALONE).shard(num_weights)
         self._spec = TensorSpec(f"{name}.weight", (num_weights,))
         self._eps, self._group_size, self._norm_first = eps, group_size or num_weights, norm_first
         self._activation = activation
@@ -150,10 +164,12 @@ class GateNorm(Loadable):
         yield self._spec
 
     def load(self, tensors: TensorReader) -> None:
-        self.weight = self._placement.copy(tensors.read(self._spec))
+        self.weight = self._placement.copy(tensors.read(self._spec)[self._shard.slice])
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """x and gate [T, n], n a multiple of the group size; returns the same shape."""
+        """x and gate [T, n], n a multiple of the group size, or this rank's part of a group; returns the same shape."""
+        if x.shape[1] < self._group_size:
+            return self._over_ranks(x, gate)
         return ops.gated_norm(
             x,
             gate,
@@ -163,3 +179,16 @@ class GateNorm(Loadable):
             norm_first=self._norm_first,
             activation=self._activation,
         )
+
+    def _over_ranks(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """The same with parts of a group on several ranks, in float32 until the end."""
+
+        def gated(values: torch.Tensor) -> torch.Tensor:
+            width, activation = values.shape[1], self._activation
+            return ops.gated_norm(values, gate.float(), None, 1.0, width, norm_first=True, activation=activation)
+
+        values, size = x.float(), self._group_size
+        values = values if self._norm_first else gated(values)
+        factor = rms_factor(values, size, self._eps, self._placement.ranks, self._spec.shape[0] // size)
+        values = values * factor * self.weight
+        return (gated(values) if self._norm_first else values).to(x.dtype)

@@ -42,7 +42,7 @@ from worker_svc.models.base import (
 )
 from worker_svc.models.family_sizes import SIZES
 from worker_svc.models.rope import RopeConfig
-from worker_svc.parallel.ranks import heads_of_rank
+from worker_svc.parallel.ranks import ALONE, Ranks, Segment, heads_of_rank
 from worker_svc.weights import Placement
 
 
@@ -206,15 +206,17 @@ class DecoderConfig:
             return layers.index(index)
         return max(number for number, each in enumerate(layers) if self.sliding_windows[each] == window)
 
-    @property
-    def state_size(self) -> StateSize | None:
-        """The state of a sequence; None if no layer keeps one."""
-        return None if self.state is None else StateLayout(self.state.state_shapes).size(len(self.state_layers))
+    def state_size(self, ranks: Ranks = ALONE) -> StateSize | None:
+        """A rank's part of the state of a sequence; None if no layer keeps one."""
+        if self.state is None:
+            return None
+        return StateLayout(self.state.of_rank(ranks).state_shapes).size(len(self.state_layers))
 
-    def state_units(self, index: int) -> list[StateUnits]:
-        """Where the parts of the state of a layer that keeps one are."""
+    def state_units(self, index: int, ranks: Ranks) -> list[StateUnits]:
+        """Where the parts of the state of a layer that keeps one are, on a rank."""
         assert self.state is not None
-        return StateLayout(self.state.state_shapes).units(sum(each < index for each in self.state_layers))
+        layout = StateLayout(self.state.of_rank(ranks).state_shapes)
+        return layout.units(sum(each < index for each in self.state_layers))
 
     @property
     def head_order(self) -> HeadOrder | None:
@@ -308,7 +310,7 @@ class DecoderLayer(nn.Module):
         self.attention_norm = make_norm(name, None if self.is_mlp else attention_norm, config, placement)
         self.latent: LatentAttention | None = None
         if config.state is not None and is_state:
-            self.state = config.state.make_layer(name, hidden, config.state_units(index), placement)
+            self.state = config.state.make_layer(name, hidden, config.state_units(index, placement.ranks), placement)
         if not attends:
             pass
         elif config.latent is None:
@@ -338,7 +340,7 @@ class DecoderLayer(nn.Module):
         hidden, of_key, head_dim = config.hidden_size, *config.heads_of(index)
         num_heads, num_kv_heads = heads_of_rank(placement.ranks, config.num_heads, of_key)
         self.qkv = Linear(
-            self._parts_of_heads(index, f"{name}.{config.attention_module}", config, placement),
+            self._parts_of_heads(index, f"{name}.{config.attention_module}", config),
             hidden,
             bias=config.qkv_bias,
             placement=placement,
@@ -376,16 +378,16 @@ class DecoderLayer(nn.Module):
         )
 
     @staticmethod
-    def _parts_of_heads(index: int, name: str, config: DecoderConfig, placement: Placement) -> list[LinearPart]:
+    def _parts_of_heads(index: int, name: str, config: DecoderConfig) -> list[LinearPart]:
         """Query, key and value; without value if it is the key, and only the query if it reads another layer's keys."""
         num_kv_heads, head_dim = config.heads_of(index)
         query, key = config.num_heads * head_dim, num_kv_heads * head_dim
-        kv_shards, order = min(placement.ranks.size, num_kv_heads), config.head_order
+        of_heads, order = (Segment(key, num_kv_heads),), config.head_order
         of_input, of_key = config.qkv_scales
         parts = [
             LinearPart(f"{name}.q_proj", query, order=order, input_scale=of_input),
-            LinearPart(f"{name}.k_proj", key, num_shards=kv_shards, order=order, scale=of_key, input_scale=of_input),
-            LinearPart(f"{name}.v_proj", key, num_shards=kv_shards, input_scale=of_input),
+            LinearPart(f"{name}.k_proj", key, segments=of_heads, order=order, scale=of_key, input_scale=of_input),
+            LinearPart(f"{name}.v_proj", key, segments=of_heads, input_scale=of_input),
         ]
         if index not in config.key_layers:
             return parts[:1]
@@ -550,7 +552,7 @@ class Decoder(NativeCausalLM):
                 CacheLayer(heads_of_rank(placement.ranks, config.num_heads, count)[1], head_dim, window)
                 for count, head_dim, window in layers
             ],
-            state=config.state_size,
+            state=config.state_size(placement.ranks),
         )
         self.architecture = architecture
         self.waits_for_device = config.experts is not None

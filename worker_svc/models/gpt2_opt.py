@@ -15,7 +15,7 @@ from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import Embedding, LayerNorm
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.models.base import ConfigFields, ModelInput, NativeCausalLM, head_dim_of, make_head
-from worker_svc.parallel.ranks import heads_of_rank
+from worker_svc.parallel.ranks import Segment, heads_of_rank
 from worker_svc.weights import Placement
 
 # OPT's position table starts with two rows that no token uses.
@@ -146,7 +146,9 @@ class GPT2Layer(PlainLayer):
             return LayerNorm(f"{name}.{module}", hidden, config.layer_norm_eps, placement=placement)
 
         self.attention_norm = norm("ln_1")
-        self.qkv = linear(LinearPart(f"{name}.attn.c_attn", 3 * hidden, segments=3), hidden, Split.OUTPUTS)
+        self.qkv = linear(
+            LinearPart(f"{name}.attn.c_attn", 3 * hidden, segments=(Segment(hidden),) * 3), hidden, Split.OUTPUTS
+        )
         num_heads, _ = heads_of_rank(placement.ranks, config.num_heads, config.num_heads)
         self.attention = PagedAttention(num_heads, num_heads, config.head_dim, config.attention_scale(index))
         self.attention_output = linear(LinearPart(f"{name}.attn.c_proj", hidden), hidden, Split.INPUTS)

@@ -1,6 +1,6 @@
 """The ranks that share one model by tensor parallelism (Megatron-LM), as layers and runner see them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -30,6 +30,18 @@ class Shard:
         return slice(self.start, self.end, self.step)
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Neighbouring features that are split over ranks separately from the features next to them.
+
+    Attributes:
+        num_shards: as in `Ranks.shard`.
+    """
+
+    size: int
+    num_shards: int | None = None
+
+
 class Ranks:
     """A single rank. The subclasses communicate with other ranks.
 
@@ -50,12 +62,20 @@ class Ranks:
         """This rank's part of `total`. The last part is smaller if it does not divide evenly.
 
         Args:
-            num_shards: if there are fewer parts than ranks, neighbouring ranks hold the same one.
+            num_shards: the maximum number of parts. With fewer parts than ranks, neighbouring ranks hold the same one.
         """
-        count = self.size if num_shards is None else num_shards
+        count = self.size if num_shards is None else min(self.size, num_shards)
         width = -(-total // count)
         start = min(self.rank * count // self.size * width, total)
         return Shard(start, min(start + width, total))
+
+    def shards(self, segments: Sequence[Segment]) -> Iterator[Shard]:
+        """This rank's part of each segment; the segments follow each other."""
+        first = 0
+        for segment in segments:
+            shard = self.shard(segment.size, segment.num_shards)
+            yield Shard(first + shard.start, first + shard.end)
+            first += segment.size
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks; may be written in place."""
@@ -177,6 +197,17 @@ class SharedMemoryRanks(DistributedRanks):
         return of_all.view(self.size, len(numbers)).tolist()
 
 
+def part_of_rank(ranks: Ranks, count: int, name: str) -> int:
+    """The number of heads or channels of one rank, of `count` that the model has.
+
+    Raises:
+        ConfigurationError: they cannot be divided evenly.
+    """
+    if count % ranks.size:
+        raise ConfigurationError(f"--tensor-parallel-size is {ranks.size}; it must divide this model's {count} {name}")
+    return count // ranks.size
+
+
 def heads_of_rank(ranks: Ranks, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
     """The numbers of query heads, and of key and value heads, of one rank. Ranks share a head of key and value if
     there are fewer of them than ranks.
@@ -184,13 +215,10 @@ def heads_of_rank(ranks: Ranks, num_heads: int, num_kv_heads: int) -> tuple[int,
     Raises:
         ConfigurationError: the heads cannot be divided evenly.
     """
-    if num_heads % ranks.size:
-        raise ConfigurationError(
-            f"--tensor-parallel-size is {ranks.size}; it must divide this model's {num_heads} attention heads"
-        )
+    of_rank = part_of_rank(ranks, num_heads, "attention heads")
     if num_kv_heads % ranks.size and ranks.size % num_kv_heads:
         raise ConfigurationError(
             f"--tensor-parallel-size is {ranks.size}; it must divide this model's {num_kv_heads} heads of key and "
             "value, or be a multiple of them"
         )
-    return num_heads // ranks.size, max(num_kv_heads // ranks.size, 1)
+    return of_rank, max(num_kv_heads // ranks.size, 1)

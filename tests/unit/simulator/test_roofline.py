@@ -124,8 +124,12 @@ def test_layers_with_states_take_blocks_of_the_sequence_and_no_slots(tmp_path: P
     assert (shape.block_bytes(16), shape.states.unit_bytes) == (16384, 8192)
     assert shape.states.num_units == 7 * (128 + 4)
     assert shape.state_blocks(16) == 7 * (128 + 4) // 2
-    with pytest.raises(ConfigurationError, match="its layers keep states"):
-        shape.split(2)
+    # Two devices have half of the heads each, and both have the 256 channels of B and C of the one group.
+    halves = shape.split(2)
+    assert halves.state_bytes == 2 * 7 * (64 + 2) * 8192
+    assert (halves.block_bytes(16), halves.state_blocks(16)) == (16384, 7 * (64 + 2))
+    with pytest.raises(ConfigurationError, match="they must divide the heads of its layers with states"):
+        shape.split(3)
     # The weights of all layers count, and a decode reads and writes the state.
     of_state_layer = 1024 * (2 * 2048 + 2 * 128 + 32) + 2048 * 1024
     of_layers = 7 * of_state_layer + 1024 * 64 * 2 * 20 + 8 * (3 * 1024 * 2048 + 2 * 1024) + 1024

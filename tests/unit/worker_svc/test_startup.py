@@ -24,7 +24,6 @@ from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.parallel.ranks import Ranks
 from worker_svc.pool_setup import choose_cut, kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
@@ -306,12 +305,9 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 
 
-def test_what_is_not_served_with_states_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_served_with_states_is_refused(tmp_path: Path) -> None:
     model, draft_model = make_with_states(tmp_path), TinyCausalLM()
     with pytest.raises(
         ConfigurationError, match="keep states of sequences, and there is a --draft-model, leave it out"
     ):
         choose_cut(model, 512, load(), draft_model)
-    monkeypatch.setattr(model, "ranks", Ranks(0, 2))
-    with pytest.raises(ConfigurationError, match="keep states of sequences, and --tensor-parallel-size is 2, use 1"):
-        choose_cut(model, 512, load())

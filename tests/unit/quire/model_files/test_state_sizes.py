@@ -7,6 +7,7 @@ import pytest
 from quire.model_files.state_sizes import state_sizes
 from worker_svc.device.arena import arena_block_bytes
 from worker_svc.models.families_with_states import WITH_STATES
+from worker_svc.parallel.ranks import Ranks
 
 _SIZES = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 8, "vocab_size": 1000}
 _HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4}
@@ -52,18 +53,20 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("architecture", WITH_STATES)
-def test_every_family_has_the_sizes_of_its_layers(architecture: str) -> None:
+def test_every_family_has_the_sizes_of_its_layers(architecture: str, num_ranks: int) -> None:
     values = {**_SIZES, **_HEADS, **_CONFIGS[architecture]}
-    config, found = WITH_STATES[architecture].read_config(values), state_sizes(architecture, values)
-    assert config.state_size is not None
+    config, found = WITH_STATES[architecture].read_config(values), state_sizes(architecture, values, num_ranks)
+    size = config.state_size(Ranks(0, num_ranks))
+    assert size is not None
     assert found is not None
-    assert (found.num_units, found.unit_bytes) == (config.state_size.num_units, config.state_size.unit_bytes)
+    assert (found.num_units, found.unit_bytes) == (size.num_units, size.unit_bytes)
     assert (found.num_layers, found.num_attending) == (len(config.state_layers), len(config.key_layers))
     for num_bytes in (1000, 1 << 20) if config.key_layers else (0,):
-        block_bytes = arena_block_bytes(num_bytes, config.state_size)
+        block_bytes = arena_block_bytes(num_bytes, size)
         assert found.block_bytes(num_bytes) == block_bytes
-        assert found.num_blocks(block_bytes) == config.state_size.num_blocks(block_bytes)
+        assert found.num_blocks(block_bytes) == size.num_blocks(block_bytes)
 
 
 @pytest.mark.parametrize(

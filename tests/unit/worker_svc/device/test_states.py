@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from quire.rpc.errors import InvalidArgument
 from tests.support.models import STATES, make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
+from tests.support.threaded_ranks import run_ranks
 from worker_svc.device.arena import arena_shape, caches_of, pages_of
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import RecordedForward
@@ -18,6 +20,7 @@ from worker_svc.device.row_ledger import RowLedger
 from worker_svc.device.runner import ModelRunner
 from worker_svc.models.base import CausalLM, NativeCausalLM
 from worker_svc.models.registry import load_model
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.step import AdmittedStep, Batch, CacheOperations, ModelGeometry, RowChanges, StepOutput, WorkerLimits
 
 MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE = 96, 400, 4
@@ -122,7 +125,24 @@ def make_prompts(*lengths: int) -> list[list[int]]:
 def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_bit(
     family: str, dtype: torch.dtype, max_passes: int, tmp_path: Path
 ) -> None:
-    model = make(tmp_path, family, dtype)
+    assert_same_bits(make(tmp_path, family, dtype), max_passes)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"), [("qwen3.5", {}), ("granite-hybrid", {"mamba_n_groups": 1}), ("jamba", {}), ("lfm2", {})]
+)
+def test_so_it_is_on_several_ranks(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """A group of Mamba 2 is normalized by both."""
+    make_model(tmp_path, family, **fields)
+
+    def run(ranks: Ranks) -> None:
+        assert_same_bits(load_model(tmp_path, device=CPU, dtype=torch.bfloat16, ranks=ranks), 1)
+
+    run_ranks(2, run)
+
+
+def assert_same_bits(model: CausalLM, max_passes: int) -> None:
+    """A prompt is computed by itself, in chunks next to another one, and from checkpoints."""
     first, second = make_prompts(41, 30)
     lone = Rows(model)
     expected = lone.run((0, 41), changes=make_changes(assign=[lone.assign(0, first)]), samples=[0])

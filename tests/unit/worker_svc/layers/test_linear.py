@@ -18,7 +18,7 @@ from worker_svc.layers.embedding_norm import Embedding
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.products import OwnProduct, PackedProduct, PlainProduct, WeightOnlyProduct, make_product
 from worker_svc.models.registry import load_model
-from worker_svc.parallel.ranks import Ranks
+from worker_svc.parallel.ranks import Ranks, Segment
 from worker_svc.weights import Checkpoint, Loadable, Placement
 
 PLAIN = [ActivationKind(name) for name in ACTIVATIONS]
@@ -247,7 +247,7 @@ def test_sums_over_inputs_add_up_to_the_whole_layer_s_with_one_bias(checkpoint: 
 
 
 def test_segments_are_split_each_by_itself(checkpoint: Checkpoint) -> None:
-    part = LinearPart("conv", 12, segments=3)
+    part = LinearPart("conv", 12, segments=(Segment(4),) * 3)
     full = loaded(Linear([part], IN, bias=True, placement=placed(0, 1), input_major=True), checkpoint)(X)
     for rank in range(2):
         layer = Linear([part], IN, bias=True, placement=placed(rank, 2), split=Split.OUTPUTS, input_major=True)

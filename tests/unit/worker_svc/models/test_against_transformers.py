@@ -21,6 +21,7 @@ from tests.support.models import (
     FEW_EXPERTS,
     FOREIGN,
     NATIVE,
+    STATES,
     VOCAB_SIZE,
     WITH_IMAGES,
     Family,
@@ -68,6 +69,9 @@ IN_PARTS = (
     "gemma4-moe",
     "gemma3n-shared",
 )
+# Two heads of key in layers with delta rules, or six heads of Mamba 2.
+NOT_IN_FOUR = ("qwen3.5", "qwen3-next-moe", "olmo-hybrid", "falcon-h1")
+RANKS = [(name, size) for size in (2, 4) for name in (*IN_PARTS, *STATES) if size == 2 or name not in NOT_IN_FOUR]
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
@@ -162,11 +166,7 @@ def test_older_configurations_have_no_section_for_the_language_model(name: str, 
     assert_serves_like(reference, load(tmp_path))
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", IN_PARTS)
-def test_ranks_together_serve_like_one(name: str, size: int, made: Made) -> None:
-    """4 ranks share the heads of keys."""
-    directory, reference = made(name)
+def assert_ranks_serve_like(reference: PreTrainedModel, directory: Path, size: int) -> None:
     (sequence,) = make_sequences(60)
 
     def logits(ranks: Ranks) -> torch.Tensor:
@@ -175,6 +175,39 @@ def test_ranks_together_serve_like_one(name: str, size: int, made: Made) -> None
 
     for found in run_ranks(size, logits):
         torch.testing.assert_close(found, expected_logits(reference, sequence), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "size"), RANKS)
+def test_ranks_together_serve_like_one(name: str, size: int, made: Made) -> None:
+    """4 ranks share the heads of keys, and groups of heads of Mamba 2."""
+    directory, reference = made(name)
+    assert_ranks_serve_like(reference, directory, size)
+
+
+@pytest.mark.parametrize("is_norm_first", [True, False])
+def test_ranks_normalize_the_results_of_mamba_2_together(is_norm_first: bool, tmp_path: Path) -> None:
+    fields = {"mamba_n_groups": 1, "mamba_norm_before_gate": is_norm_first}
+    assert_ranks_serve_like(make_model(tmp_path, "falcon-h1", **fields), tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "size", "limit"),
+    [
+        ("qwen3.5", {}, 4, "this model's 2 heads of key in layers with delta rules"),
+        ("kimi-linear", {}, 8, "this model's 4 heads in layers with delta rules"),
+        ("falcon-h1", {}, 4, "this model's 6 heads in layers of Mamba 2"),
+        ("mamba-2", {"n_groups": 4, "num_heads": 24}, 6, "the 4 groups of heads in this model's layers of Mamba 2, or"),
+        ("mamba", {}, 3, "this model's 128 inputs in layers of Mamba"),
+        ("lfm2", {"hidden_size": 64}, 3, "this model's 64 channels of convolutions"),
+    ],
+)
+def test_ranks_that_cannot_have_equal_parts_of_states_are_refused(
+    name: str, fields: dict[str, Any], size: int, limit: str
+) -> None:
+    state = DECODERS[f"{FAMILIES[name].name}ForCausalLM"].read_config({**FAMILIES[name].fields, **fields}).state
+    assert state is not None
+    with pytest.raises(ConfigurationError, match=f"--tensor-parallel-size is {size}; it must divide {limit}"):
+        state.of_rank(Ranks(0, size))
 
 
 LONG_ROPE = {
