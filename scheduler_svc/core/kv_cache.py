@@ -382,11 +382,12 @@ class BlockManager(BlockTables[Sequence]):
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
-        """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
-        them that the sequence may take from others."""
-        start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, self.states.num_shareable(sequence))
-        return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+        """The number of cached blocks at the start of the sequence, and the hashes of blocks after them that the
+        sequence may take from others: those that the full groups have, and at most `count` more."""
+        start = self.cached_start(sequence)
+        first = len(start.blocks) // self.num_groups
+        end = min(max(first, start.num_found) + count, self.states.num_shareable(sequence))
+        return first, sequence.prefix_hashes.between(first, end, sequence.token_ids)
 
 
 def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
@@ -616,12 +617,13 @@ class BlocksUnderway:
             del self._row_of[content]
         self._released += [key for _, key in self._waiters.pop(row, ())]
 
-    def row_of(self, hashes: SequenceOf[BlockHash]) -> int | None:
-        """The row that computes the last of these blocks; None if one of them is not underway, or they are too few to
-        wait for."""
-        if not self.is_worth_it(len(hashes)) or not all(content in self._row_of for content in hashes):
-            return None
-        return self._row_of[hashes[-1]]
+    def row_of(self, hashes: SequenceOf[BlockHash]) -> tuple[int | None, int]:
+        """The row that computes the last of these blocks that is underway, and their number up to that one; None and 0
+        if none is. Such a row has the blocks before it, too."""
+        for count in range(len(hashes), 0, -1):
+            if (row := self._row_of.get(hashes[count - 1])) is not None:
+                return row, count
+        return None, 0
 
     def hold(self, key: RequestKey, row: int, num_blocks: int) -> None:
         """Makes the request wait until the row has sealed its first `num_blocks` blocks or stops."""

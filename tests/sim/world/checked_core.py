@@ -913,9 +913,10 @@ class CheckedScheduler(Scheduler):
         until there is no more room."""
         place, states = num_blocks * self.config.block_size, self.batch.blocks.states
         rows = [row for row, end, key in self.batch.underway.awaited() if (key, end) == (group.request.key, num_blocks)]
-        computed = self.batch.rows.num_computed
+        computed, made = self.batch.rows.num_computed, itertools.chain(*self.batch.checkpoints.values())
         is_made = [place in states.wanted(self.batch.sequence(row), int(computed[row]), place) for row in rows]
-        return None if not rows or any(is_made) else rows
+        is_underway = any(each.row in rows and each.num_tokens == place for each in made)
+        return None if not rows or is_underway or any(is_made) else rows
 
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:

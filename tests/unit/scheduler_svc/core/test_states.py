@@ -57,6 +57,20 @@ def test_requests_that_wait_for_a_prompt_find_a_checkpoint_where_they_part():
     assert driver.usage[2].cached_tokens == 80
 
 
+@pytest.mark.parametrize("end", [80, 0])
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_requests_that_come_during_a_prompt_wait_for_the_rest_of_it(num_steps: int, end: int):
+    driver = Driver(make_config(**STATED, max_num_batched_tokens=16))
+    first, second = make_request(1, prompt=prompt_of(100), max_tokens=2), make_request(2, prompt=prompt_of(100, end))
+    driver.submit(first)
+    driver.run_steps(num_steps)
+    driver.submit(second)
+    driver.finish(first, second)
+    # The checkpoint before the end of a prompt is at 96 tokens. After 5 steps the state is behind 80 tokens already.
+    in_time = num_steps < 5 or not end
+    assert driver.usage[2].cached_tokens == (end or 96) * in_time
+
+
 def test_forks_share_the_prompt_and_have_a_state_each():
     num_forks, num_prompt, size = 32, 8000, 16
     config = make_config(
