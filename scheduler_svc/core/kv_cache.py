@@ -383,7 +383,7 @@ class BlockManager(BlockTables[Sequence]):
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of blocks after them that the
-        sequence may take from others: those that the full groups have, and at most `count` more."""
+        sequence may take from others: all blocks that the full groups have, and at most `count` more."""
         start = self.cached_start(sequence)
         first = len(start.blocks) // self.num_groups
         end = min(max(first, start.num_found) + count, self.states.num_shareable(sequence))

@@ -83,9 +83,9 @@ def _forks(seed: int, draw: Random) -> Plan:
 
 
 def _pins_of_output(seed: int, draw: Random) -> Plan:
-    """Prompts are pinned together with output that is just being generated, and of which only the newest checkpoint is
-    kept."""
-    layout = replace(_layout(draw, 2), slowness=draw.choice((5.0, 20.0)))
+    """Prompts are pinned for a short time together with output that was just generated. A pin ends one block behind the
+    newest checkpoint, which the sequence soon replaces."""
+    layout = replace(_layout(draw, 2), slowness=draw.choice((20.0, 40.0)))
     settings = replace(layout.settings, pin_quota=0.5, max_pinned=0.5)
     layout = replace(layout, settings=settings)
     requests: list[Request] = []
@@ -94,9 +94,9 @@ def _pins_of_output(seed: int, draw: Random) -> Plan:
         tokens = (*request.prompt, *answer_of(request, 0).sequences[0].token_ids)
         requests.append(request)
         for place in range(12):
-            pinned, at = tokens[: 2 * draw.randint(5, 18)], draw.uniform(0.0, 0.06 * layout.slowness)
-            pin = Pin(100 * (number + 1) + place, at, request.client, "ann", pinned, draw.choice((300, 5000)))
-            requests.append(pin)
+            pinned = tokens[: 4 * draw.randint(3, 8) + 2]
+            at = 0.0021 * layout.slowness * (len(pinned) - len(request.prompt) + draw.uniform(0, 4))
+            requests.append(Pin(100 * (number + 1) + place, at, request.client, "ann", pinned, 100))
     return _stated(seed, draw, layout, requests)
 
 

@@ -104,9 +104,7 @@ class Rows:
             self.computed[row] += count + further.get(row, 0)
         return output, logits
 
-    def _launch(
-        self, admitted: AdmittedStep, logits: list[torch.Tensor], spoils: tuple[int, int] | None
-    ) -> StepOutput:
+    def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor], spoils: tuple[int, int] | None) -> StepOutput:
         model = self.runner._model
         assert isinstance(model, NativeCausalLM)
         computed = model.finish
@@ -181,7 +179,7 @@ def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_
 
 @pytest.mark.parametrize("spoiled_pass", [1, 2])
 def test_a_row_without_finite_logits_in_a_later_pass_fails_in_the_next_step(spoiled_pass: int, tmp_path: Path) -> None:
-    """What it would draw from its newest token, which its state counts already, is no output of the model."""
+    """Its state counts its newest token already. A token drawn from it would be no output of the model."""
     rows = Rows(make(tmp_path, "qwen3.5"), max_passes=3)
     prompts = [rows.assign(row, prompt) for row, prompt in enumerate(make_prompts(20, 20))]
     rows.run((0, 20), (1, 20), changes=make_changes(assign=prompts), samples=[0, 1])
