@@ -114,11 +114,13 @@ class BlockManager(BlockTables[Sequence]):
             kept = [self.cached_start(each).all_blocks for each in sequences]
             for table in kept:
                 self.pool.touch(table)
-            starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
-            self.pool.free(*kept)
+            starts = list[tuple[int, int]]()
+            for each, table in zip(sequences, kept, strict=True):
+                self.pool.free(table)
+                starts.append(self._allocate_one(each, self.cached_start(each).blocks))
             return starts
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
-        starts: list[tuple[int, int]] = []
+        starts = list[tuple[int, int]]()
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
             starts.append(self._allocate_one(sequence, shared))
@@ -226,14 +228,10 @@ class BlockManager(BlockTables[Sequence]):
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
-        if len(sequences) == 1:
-            start = self.cached_start(sequences[0])
-            return self.num_new(len(start.blocks), sequences[0]) + start.num_free + self.states.size
-        if self.states.size:
+        if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
             num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
-            hits = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
-            return num_new + self.pool.num_free_of(hits) + self.states.size * len(sequences)
+            return num_new + self._num_held(starts) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
@@ -243,6 +241,16 @@ class BlockManager(BlockTables[Sequence]):
             needed += num_new
             _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
+
+    def _num_held(self, starts: SequenceOf[CachedStart]) -> int:
+        """Free blocks that sequences with these cached starts take of the cache, until the step is planned. With blocks
+        of the host, each may continue from a further checkpoint, and blocks of that may be in the pool."""
+        goes_further = self.states.size > 0 and self.host.caches
+        if len(starts) == 1 and not goes_further:
+            return starts[0].num_free
+        tables = (start.blocks if goes_further else start.all_blocks for start in starts)
+        num_free = self.pool.num_free_of(list(dict.fromkeys(itertools.chain(*tables))))
+        return num_free + goes_further * self.states.size * len(starts)
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that

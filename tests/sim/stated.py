@@ -7,7 +7,7 @@ from random import Random
 
 from quire.client import GenerationOptions
 from tests.sim.plans import Plan, fresh, plan_of, with_states
-from tests.sim.situations import draw_moving, with_host_cache
+from tests.sim.situations import draw_moving
 from tests.sim.world.cluster import MANY, Layout, draw_layout
 from tests.sim.world.faults import Fault, Glitch, Kill
 from tests.sim.world.knobs import STATES
@@ -42,10 +42,12 @@ def _asked(draw: Random, layout: Layout, number: int, at: float, prompt: tuple[i
 
 
 def _turns(seed: int, draw: Random, has_host: bool) -> Plan:
-    """Conversations go on, one after the other, in a pool that has room for little more than one of them."""
+    """Conversations go on, one after the other, in a pool that has room for little more than one of them. Host memory
+    may have room for some blocks more, and for parts of states."""
     layout = _layout(draw, draw.choice((2, 4)))
     if has_host:
-        layout = with_host_cache(draw, layout)
+        worker = replace(layout.worker, device="cuda", num_host_blocks=draw.choice((20, 40, 80)))
+        layout = replace(layout, worker=worker)
     said = [fresh(draw, 104) for _ in range(draw.choice((2, 3)))]
     lengths = [draw.randint(5, 20) for _ in said]
     requests: list[Request] = []
@@ -54,7 +56,10 @@ def _turns(seed: int, draw: Random, has_host: bool) -> Plan:
         lengths[which] = min(lengths[which] + draw.randint(1, 25), 104)
         prompt = (*said[which][: lengths[which] - 2], *fresh(draw, 2))
         requests.append(_asked(draw, layout, number, 0.1 * number, prompt, max_tokens=draw.randint(2, 9)))
-    return _stated(seed, draw, layout, requests)
+    plan = _stated(seed, draw, layout, requests)
+    while has_host and plan.layout.worker.state_blocks == 1:
+        plan = _stated(seed, draw, layout, requests)
+    return plan
 
 
 def _followers(seed: int, draw: Random, fault: Callable[[float, str], Fault] | None = None) -> Plan:
@@ -78,6 +83,26 @@ def _forks(seed: int, draw: Random) -> Plan:
     requests = [
         _asked(draw, layout, number, draw.uniform(0, 0.05), fresh(draw, draw.randint(3, 30)), n=draw.choice((1, 2, 3)))
         for number in range(14)
+    ]
+    return _stated(seed, draw, layout, requests)
+
+
+def _preempted_stems(seed: int, draw: Random) -> Plan:
+    """Requests are preempted after their first tokens whose prompts end one token behind a checkpoint of others."""
+    size = draw.choice((2, 4))
+    layout, stem = _layout(draw, size), fresh(draw, size * draw.randint(3, 8))
+    settings = replace(layout.settings, policy="fcfs")
+    layout = replace(layout, settings=settings, worker=replace(layout.worker, max_num_rows=16))
+    requests = [
+        _asked(
+            draw,
+            layout,
+            number,
+            0.02 * number,
+            (*stem, *fresh(draw, 5 if number < 4 else 1)),
+            max_tokens=draw.randint(30, 50),
+        )
+        for number in range(12)
     ]
     return _stated(seed, draw, layout, requests)
 
@@ -115,7 +140,7 @@ OF_STATES = (
     partial(_followers, fault=Glitch),
     partial(_followers, fault=Kill),
     _forks,
-    _forks,
+    _preempted_stems,
     _pins_of_output,
     _moved,
 )
