@@ -136,7 +136,7 @@ class Room:
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
         arriving = set(itertools.chain(*fetches))
         cached = set(itertools.chain(*(blocks.cached(each) for each in group.computing)))
-        if blocks.states.size:
+        if blocks.states.size and not blocks.host.caches:
             cached.update(*(blocks.cached_start(each).checkpoint for each in group.computing))
         cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)

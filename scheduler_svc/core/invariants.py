@@ -150,7 +150,7 @@ def _check_pins(scheduler: Scheduler) -> None:
 def _check_waiting(scheduler: Scheduler) -> None:
     for group in scheduler.waiting:
         for sequence in group.sequences:
-            holds = sequence.block_table or sequence.row is not None
+            holds = sequence.block_table or sequence.state_blocks or sequence.row is not None
             if holds and sequence.status is not SequenceStatus.FINISHED:
                 raise InvariantViolationError(f"{group.request.request_id} waits and holds blocks or a row")
 

@@ -114,11 +114,13 @@ class BlockManager(BlockTables[Sequence]):
             kept = [self.cached_start(each).all_blocks for each in sequences]
             for table in kept:
                 self.pool.touch(table)
-            starts = [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
-            self.pool.free(*kept)
+            starts = list[tuple[int, int]]()
+            for each, table in zip(sequences, kept, strict=True):
+                self.pool.free(table)
+                starts.append(self._allocate_one(each, self.cached_start(each).blocks))
             return starts
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
-        starts: list[tuple[int, int]] = []
+        starts = list[tuple[int, int]]()
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
             starts.append(self._allocate_one(sequence, shared))
@@ -226,14 +228,10 @@ class BlockManager(BlockTables[Sequence]):
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
-        if len(sequences) == 1:
-            start = self.cached_start(sequences[0])
-            return self.num_new(len(start.blocks), sequences[0]) + start.num_free + self.states.size
-        if self.states.size:
+        if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
             num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
-            hits = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
-            return num_new + self.pool.num_free_of(hits) + self.states.size * len(sequences)
+            return num_new + self._num_held(starts) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
@@ -243,6 +241,16 @@ class BlockManager(BlockTables[Sequence]):
             needed += num_new
             _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
+
+    def _num_held(self, starts: SequenceOf[CachedStart]) -> int:
+        """Free blocks that sequences with these cached starts take of the cache, until the step is planned. With blocks
+        of the host, each may continue from a further checkpoint, and blocks of that may be in the pool."""
+        goes_further = self.states.size > 0 and self.host.caches
+        if len(starts) == 1 and not goes_further:
+            return starts[0].num_free
+        tables = (start.blocks if goes_further else start.all_blocks for start in starts)
+        num_free = self.pool.num_free_of(list(dict.fromkeys(itertools.chain(*tables))))
+        return num_free + goes_further * self.states.size * len(starts)
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that
@@ -382,11 +390,12 @@ class BlockManager(BlockTables[Sequence]):
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
-        """The number of cached blocks at the start of the sequence, and the hashes of at most `count` blocks after
-        them that the sequence may take from others."""
-        start = len(self.cached_start(sequence).blocks) // self.num_groups
-        end = min(start + count, self.states.num_shareable(sequence))
-        return start, sequence.prefix_hashes.between(start, end, sequence.token_ids)
+        """The number of cached blocks at the start of the sequence, and the hashes of blocks after them that the
+        sequence may take from others: all blocks that the full groups have, and at most `count` more."""
+        start = self.cached_start(sequence)
+        first = len(start.blocks) // self.num_groups
+        end = min(max(first, start.num_found) + count, self.states.num_shareable(sequence))
+        return first, sequence.prefix_hashes.between(first, end, sequence.token_ids)
 
 
 def _may_continue(sequence: Sequence, num_blocks: int) -> bool:
@@ -616,12 +625,13 @@ class BlocksUnderway:
             del self._row_of[content]
         self._released += [key for _, key in self._waiters.pop(row, ())]
 
-    def row_of(self, hashes: SequenceOf[BlockHash]) -> int | None:
-        """The row that computes the last of these blocks; None if one of them is not underway, or they are too few to
-        wait for."""
-        if not self.is_worth_it(len(hashes)) or not all(content in self._row_of for content in hashes):
-            return None
-        return self._row_of[hashes[-1]]
+    def row_of(self, hashes: SequenceOf[BlockHash]) -> tuple[int | None, int]:
+        """The row that computes the last of these blocks that is underway, and their number up to that one; None and 0
+        if none is. Such a row has the blocks before it, too."""
+        for count in range(len(hashes), 0, -1):
+            if (row := self._row_of.get(hashes[count - 1])) is not None:
+                return row, count
+        return None, 0
 
     def hold(self, key: RequestKey, row: int, num_blocks: int) -> None:
         """Makes the request wait until the row has sealed its first `num_blocks` blocks or stops."""

@@ -189,14 +189,16 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         batch.name_underway()
         sequence, num_looked_up = group.computing[0], batch.blocks.num_looked_up
         num_cached, hashes = batch.blocks.next_hashes(sequence, batch.underway.min_run)
-        row = batch.underway.row_of(hashes)
+        row, num_alike = batch.underway.row_of(hashes)
         if row is None or batch.rows.order[row] > group.order:
             return False
-        num_known = num_cached + len(hashes)
+        num_known = num_cached + num_alike
         num_blocks = batch.num_in_common(row, sequence, num_known)
         num_looked_up = batch.blocks.num_looked_up - num_looked_up + len(hashes)
         self._num_blocks_looked_up += num_looked_up + (num_blocks - num_known) // _COMPARED_PER_LOOKED_UP
-        if not batch.ask_for_checkpoint(row, num_blocks):
+        if batch.underway.is_worth_it(num_blocks - num_cached):
+            num_blocks = batch.num_left_behind(row, num_blocks)
+        if not batch.underway.is_worth_it(num_blocks - num_cached):
             return False
         batch.underway.hold(group.request.key, row, num_blocks)
         self._state.waiting.hold(group.request.key)

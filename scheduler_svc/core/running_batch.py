@@ -5,6 +5,7 @@ touch only these arrays; Python code looks at a single sequence only when it cha
 hundreds of sequences well under a millisecond.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Container, Iterator
@@ -474,17 +475,19 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         size, max_blocks = self._block_size, min(self._num_full(row), self.blocks.states.num_shareable(sequence))
         return _num_equal(self.sequence(row).token_ids, sequence.token_ids, num_known * size, max_blocks * size) // size
 
-    def ask_for_checkpoint(self, row: int, num_blocks: int) -> bool:
-        """Makes a row leave a checkpoint behind its first `num_blocks` blocks, for a sequence that will take these.
-        Returns whether that sequence can continue behind them: not if layers keep states and the row's is a later one.
-        """
-        if not self.blocks.states.size:
-            return True
+    def num_left_behind(self, row: int, num_blocks: int) -> int:
+        """The number of blocks, at most `num_blocks`, behind which a sequence that shares these with the row can
+        continue once the row sealed them. If layers keep states, the row is made to leave a checkpoint behind them; if
+        its state is a later one already, steps in flight may make an earlier checkpoint. 0 if there is none."""
         place = num_blocks * self._block_size
-        if self.rows.num_computed[row] >= place:
-            return False
-        self.sequence(row).partings.add(place)
-        return True
+        if not self.blocks.states.size:
+            return num_blocks
+        if self.rows.num_computed[row] < place:
+            self.sequence(row).partings.add(place)
+            return num_blocks
+        incarnation, made = self.rows.incarnation[row], itertools.chain(*self.checkpoints.values())
+        places = [each.num_tokens for each in made if (each.row, each.incarnation) == (row, incarnation)]
+        return max((each for each in places if each <= place), default=0) // self._block_size
 
     def _begin(self, row: int, num_sealed: int) -> None:
         """Registers the blocks that the row computes next as underway."""

@@ -75,7 +75,11 @@ class States:
         """Makes a sequence begin with the checkpoint of these names, instead of the one that it was given. Some of
         its blocks are here, and the others on the host."""
         own = set(sequence.state_blocks)
+        given_up = [source for source, block in self.copies if block in own]
         self.copies = [(source, block) for source, block in self.copies if block not in own]
+        self._pool.free(given_up)
+        for source in given_up:
+            self._sources.remove(source)
         for name, block in zip(names, sequence.state_blocks, strict=True):
             if hits := self._pool.hits((name,)):
                 self._pool.touch(hits)

@@ -43,6 +43,7 @@ from tests.sim.situations import (
     draw_on_host,
     with_host_cache,
 )
+from tests.sim.stated import OF_STATES
 from tests.sim.world.charges import Charges
 from tests.sim.world.cluster import MANY, Cluster, watched_schedulers
 from tests.sim.world.faults import (
@@ -131,6 +132,8 @@ _GROUPED = 0.25
 """The share of worlds whose models have several groups of layers."""
 _STATED = 0.15
 """The share of worlds whose models have layers that keep states."""
+_RARELY_STATED = 0.04
+"""The share of worlds in which models have such layers and requests run for their sake."""
 _RARELY_GROUPED = 0.02
 """The share of worlds with several groups of layers in which requests run for their sake."""
 _REGROUPED = 0.04
@@ -153,6 +156,9 @@ class Outcome:
 def draw_plan(seed: int) -> Plan:
     """The plan of a seed. Its generator is separate from the world's."""
     # These generator names are chosen so that few seeds of known faults are among the changed ones.
+    states = Random(f"known marks in time {seed}")
+    if states.random() < _RARELY_STATED:
+        return states.choice(OF_STATES)(seed, states)
     changes = Random(f"sudden relay {seed}")
     plan = changes.choice(CHANGEOVERS)(seed, changes) if changes.random() < _CHANGING else _draw_racing(seed)
     queues, caches = Random(f"how long queues are {seed}"), Random(f"fresh caches {seed}")

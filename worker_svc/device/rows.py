@@ -5,7 +5,7 @@ A step carries only changes. They are applied three times, because steps overlap
 * `RowLedger`, when a step is accepted: the event loop checks it before the device has run the previous steps.
 * `Rows`, when it is launched: the input of the model and the sampler. The tokens stay on the device, so that a row
   continues with its own last sample before the scheduler has seen it.
-* `FailedPrompts`, when its results have arrived.
+* `FailingRows`, when its results have arrived.
 """
 
 from collections.abc import Iterable
@@ -122,12 +122,14 @@ class Rows:
         target[packed[0], packed[1]] = packed[2].to(torch.int32)
 
 
-class FailedPrompts:
-    """The rows as of the last finished step whose prompt was scored by logits that are not finite. They fail when they
-    sample, until the row gets another sequence.
+class FailingRows:
+    """The rows as of the last finished step that fail when they sample next, until they get another sequence: rows
+    whose prompt was scored by logits that are not finite, and rows that drew nothing in a later pass of a step.
 
     A step reports only failures of rows that sample in it. Until then the log probabilities of a prompt are reported as
-    they are: none reaches a client before the request ends.
+    they are: none reaches a client before the request ends. A later pass has drawn nothing for a row whose logits were
+    not finite. The tokens before are reported first, and the row's newest token is computed again. If layers keep
+    states, it then counts twice, so what is drawn after it means nothing.
     """
 
     def __init__(self) -> None:
@@ -144,3 +146,7 @@ class FailedPrompts:
             self._rows.difference_update((each.row for each in changes.assign), changes.fork[:, 1].tolist())
         self._rows.update(failed_prompts)
         return np.isin(samples[:, 1], list(self._rows)) if self._rows else np.zeros(len(samples), np.bool_)
+
+    def add(self, rows: Int32Array) -> None:
+        """These rows drew nothing in the last pass of the step that `failing_samples` was called for."""
+        self._rows.update(rows.tolist())

@@ -43,7 +43,7 @@ from worker_svc.device.replay import (
     make_decodes,
     make_forward,
 )
-from worker_svc.device.rows import FailedPrompts, Rows
+from worker_svc.device.rows import FailingRows, Rows
 from worker_svc.device.seals import SealInventory
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.sampling.constraints import Masks, RowMatchers
@@ -152,6 +152,7 @@ class _Pass:
         drawn: The drawn tokens.
         kept: The number of tokens that each sample of the step drew; None if each drew one and none had drafts.
         prompts: The prompt tokens that are scored; None if there are none.
+        left_out: Rows that drew nothing in the last of several passes.
     """
 
     batch: Batch
@@ -160,6 +161,7 @@ class _Pass:
     drawn: Drawn
     kept: Kept | None
     prompts: PromptPlan | None
+    left_out: Int32Array
 
     @property
     def num_drafts(self) -> Int32Array:
@@ -182,8 +184,9 @@ def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) ->
         np.concatenate([getattr(each.batch, name) for each in passes])
         for name in ("rows", "num_new_tokens", "num_computed_tokens", "samples")
     )
-    ran = Batch(rows_ran, num_new, computed, samples)
-    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None)
+    ran, last = Batch(rows_ran, num_new, computed, samples), passes[-1].kept
+    left_out = _NONE if last is None else batch.samples[last.num_tokens == 0, 0]
+    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ class LaunchedStep:
     queue_us: int
     stopwatch: Stopwatch
     seals: SealInventory
-    failed_prompts: FailedPrompts
+    failing_rows: FailingRows
 
     def wait(self) -> StepOutput:
         """The output, when the device has it; then the step's blocks are sealed. To be called once."""
@@ -207,7 +210,8 @@ class LaunchedStep:
         failed_prompts = () if plan is None or scored is None else find_failed_prompts(plan, scored)
         self._refuse_left_without_tokens(values.is_finite)
         is_refused = ran.columns.is_refused
-        failing = self.failed_prompts.failing_samples(step, failed_prompts)
+        failing = self.failing_rows.failing_samples(step, failed_prompts)
+        self.failing_rows.add(ran.left_out)
         if ran.kept is not None:
             failing = failing.repeat(ran.kept.num_tokens)
         is_usable = values.is_finite & ~is_refused & ~failing
@@ -302,7 +306,7 @@ class ModelRunner:
             drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model, states)
         self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
         self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
-        self._failed_prompts = FailedPrompts()
+        self._failing_rows = FailingRows()
         self._num_launched = 0
         # The checkpoints of the step that runs.
         self._checkpoints = _NO_CHANGES.state_tables
@@ -388,7 +392,7 @@ class ModelRunner:
             queue_us=queue_us,
             stopwatch=stopwatch,
             seals=self.seals,
-            failed_prompts=self._failed_prompts,
+            failing_rows=self._failing_rows,
         )
 
     def _copied(self, values: StepValues[Tensor]) -> HostCopy:
@@ -450,7 +454,7 @@ class ModelRunner:
             kept = Kept.where(is_usable)
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
         drafts.extend(rows, token_ids)
-        return _Pass(batch, rows, columns, drawn, kept, None)
+        return _Pass(batch, rows, columns, drawn, kept, None, _NONE)
 
     def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
         """Returns the batch of decodes after its latest draws, to run again; None if it may not run again, if a row may
@@ -525,7 +529,7 @@ class ModelRunner:
         copy = self._copied(values)
         if self._matchers is not None and masks_made is not None:
             self._matchers.record_draws(rows, copy.token_ids)
-        return _Pass(batch, rows, columns, drawn, kept, prompts), copy
+        return _Pass(batch, rows, columns, drawn, kept, prompts, _NONE), copy
 
     def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None, checkpoints: Int32Array) -> torch.Tensor:
         """Hidden states of the batch's tokens and of padding after them. `lone` comes from `find_lone_tokens`."""

@@ -468,6 +468,8 @@ class CheckedScheduler(Scheduler):
         if self.batch.blocks.blank or self.config.state_blocks:
             self._check_windows()
         self.tally.planned(plan)
+        if plan is not None and plan.checkpoints and plan.max_drafts is None:
+            self._check_room_beside_checkpoints()
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
         self._observe_fairness()
@@ -492,6 +494,14 @@ class CheckedScheduler(Scheduler):
             }:
                 self._report(AssertionError("a row has a constraint that its worker may have forgotten"))
         return plan
+
+    def _check_room_beside_checkpoints(self) -> None:
+        """Checkpoints leave the blocks that decodes take for their next tokens and states, and the watermark."""
+        rows, blocks = self.batch.rows.decoding(), self.batch.blocks
+        needed = blocks.num_groups * len(self.batch.rows.without_slot(rows)) + self._shared_states(rows.tolist())
+        if blocks.pool.num_free < max(needed, blocks.watermark_blocks):
+            left = blocks.pool.num_free
+            self._report(AssertionError(f"checkpoints leave {left} blocks, and decodes take {needed} next"))
 
     def _check_windows(self) -> None:
         """The core counts what rows take and tenants hold as one by one, and finds all that is cached."""
@@ -913,9 +923,10 @@ class CheckedScheduler(Scheduler):
         until there is no more room."""
         place, states = num_blocks * self.config.block_size, self.batch.blocks.states
         rows = [row for row, end, key in self.batch.underway.awaited() if (key, end) == (group.request.key, num_blocks)]
-        computed = self.batch.rows.num_computed
+        computed, made = self.batch.rows.num_computed, itertools.chain(*self.batch.checkpoints.values())
         is_made = [place in states.wanted(self.batch.sequence(row), int(computed[row]), place) for row in rows]
-        return None if not rows or any(is_made) else rows
+        is_underway = any(each.row in rows and each.num_tokens == place for each in made)
+        return None if not rows or is_underway or any(is_made) else rows
 
     def void_in_flight(self, now: float) -> None:
         if self._fairness is not None:

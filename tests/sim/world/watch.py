@@ -126,7 +126,12 @@ class NamingBlocks(BlockManager):
         for group in self.names.of_state:
             held = state ^ salt_of(group)
             self._names[in_group(content, group)] = held, held, owner, cached_tokens(sequence, index, group)
-        return super().seal_checkpoint(checkpoint)
+        newest = sequence.newest_checkpoint
+        others = [(block, now) for block, name in newest if (now := self.pool.hash_of(block)) not in (None, name)]
+        sealed = super().seal_checkpoint(checkpoint)
+        if any(self.pool.hash_of(block) != now for block, now in others):
+            report(AssertionError("a checkpoint of output takes the place of other content than the one before"))
+        return sealed
 
     def take(self, count: int) -> list[BlockId]:
         """Takes blocks, and checks that their cached contents move to host memory, if it caches evicted blocks and has

@@ -46,6 +46,26 @@ def test_a_later_turn_hits_in_all_groups_and_so_does_a_branch_in_the_middle():
     assert driver.usage[3].cached_tokens == 40
 
 
+@pytest.mark.parametrize("num_steps", [1, 4])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_requests_that_come_during_a_prompt_wait_for_the_rest_of_it(num_steps: int, is_lost: bool):
+    driver = Driver(make_config(**WINDOWED, num_blocks=400, max_num_batched_tokens=16))
+    prompt = [7 * place % 50 for place in range(100)]
+    if is_lost:
+        # The full group has the prompt; the windows at its end and before are gone, as if they were evicted.
+        driver.submit(earlier := make_request(3, prompt=prompt, max_tokens=2))
+        driver.finish(earlier)
+        blocks = driver.scheduler.batch.blocks
+        for content in PrefixHashes(earlier.cache_root, 4).first(25, prompt):
+            blocks.pool.rename(blocks.names.windowed(content)[1], BlockHash(content[::-1]))
+    first, second = (make_request(handle, prompt=prompt, max_tokens=2) for handle in (1, 2))
+    driver.submit(first)
+    driver.run_steps(num_steps)
+    driver.submit(second)
+    driver.finish(first, second)
+    assert driver.usage[2].cached_tokens == 96
+
+
 def test_a_hit_ends_where_a_window_is_not_cached_any_more():
     driver = Driver(make_config(**WINDOWED, num_blocks=200))
     first = make_request(1, prompt_len=60, max_tokens=2)

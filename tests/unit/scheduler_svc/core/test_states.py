@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler_svc.core.request import max_blocks
 from tests.support.core_driver import Driver, make_config, make_request
 
 # Blocks of 4 tokens, and states of 2 blocks.
@@ -57,6 +58,20 @@ def test_requests_that_wait_for_a_prompt_find_a_checkpoint_where_they_part():
     assert driver.usage[2].cached_tokens == 80
 
 
+@pytest.mark.parametrize("end", [80, 0])
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_requests_that_come_during_a_prompt_wait_for_the_rest_of_it(num_steps: int, end: int):
+    driver = Driver(make_config(**STATED, max_num_batched_tokens=16))
+    first, second = make_request(1, prompt=prompt_of(100), max_tokens=2), make_request(2, prompt=prompt_of(100, end))
+    driver.submit(first)
+    driver.run_steps(num_steps)
+    driver.submit(second)
+    driver.finish(first, second)
+    # The checkpoint before the end of a prompt is at 96 tokens. After 5 steps the state is behind 80 tokens already.
+    in_time = num_steps < 5 or not end
+    assert driver.usage[2].cached_tokens == (end or 96) * in_time
+
+
 def test_forks_share_the_prompt_and_have_a_state_each():
     num_forks, num_prompt, size = 32, 8000, 16
     config = make_config(
@@ -76,6 +91,25 @@ def test_forks_share_the_prompt_and_have_a_state_each():
     assert len(driver.scheduler.running) == 1
     assert driver.scheduler.batch.blocks.pool.num_used <= 1.05 * (once + num_forks * config.state_blocks + num_forks)
     driver.deliver()
+    driver.finish(request)
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 9])
+def test_sequences_that_parted_are_computed_again_in_the_smallest_pool_that_their_request_is_accepted_for(
+    num_steps: int,
+):
+    request = make_request(1, prompt_len=20, max_tokens=12, num_sequences=3)
+    num_blocks = max_blocks(request, make_config(**STATED))
+    # Each sequence has 8 blocks of tokens, its state, and the checkpoint that it continues from.
+    assert num_blocks == 3 * (8 + 2 * 2)
+    driver = Driver(make_config(**STATED | {"num_blocks": num_blocks}))
+    # Fills the pool with other content.
+    before = [make_request(2 + index, prompt=[index] * 40, max_tokens=2) for index in range(3)]
+    driver.submit(*before)
+    driver.finish(*before)
+    driver.submit(request)
+    driver.run_steps(num_steps)
+    driver.preempt(request)
     driver.finish(request)
 
 

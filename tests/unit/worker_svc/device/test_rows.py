@@ -21,7 +21,7 @@ from tests.support.worker_client import make_assign as make_assign_message
 from worker_svc.device import runner
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.row_ledger import RowLedger
-from worker_svc.device.rows import FailedPrompts, Rows
+from worker_svc.device.rows import FailingRows, Rows
 from worker_svc.models.registry import load_model
 from worker_svc.protocol.step_messages import StepDecoder
 from worker_svc.startup import model_geometry
@@ -334,7 +334,7 @@ def test_a_released_row_keeps_no_object() -> None:
 
 
 def test_whoever_samples_from_a_failed_prompt_fails() -> None:
-    failed = FailedPrompts()
+    failed = FailingRows()
     assert not len(failed.failing_samples(make_step(batch=make_batch([3], [4], [0], [])), [3]))
     step = make_step(batch=make_batch([2, 3], [1, 1], [4, 4], [(2, 2), (3, 3), (5, 3)]))
     assert failed.failing_samples(step, ()).tolist() == [False, True, True]
@@ -362,7 +362,7 @@ def test_a_row_with_a_failed_prompt_fails_once_where_a_later_step_draws_several_
 
 
 def test_the_next_sequence_in_a_row_does_not_fail_however_it_came_there() -> None:
-    failed, batch = FailedPrompts(), make_batch([2, 3, 4], [1, 1, 1], [4, 4, 4])
+    failed, batch = FailingRows(), make_batch([2, 3, 4], [1, 1, 1], [4, 4, 4])
     assert failed.failing_samples(make_step(batch=batch), [3, 4]).tolist() == [False, True, True]
     changes = make_changes(assign=[make_assign(3, [1] * 5, [0])], fork=[(2, 4)])
     assert failed.failing_samples(make_step(changes, batch), ()).tolist() == [False, False, False]

@@ -74,6 +74,22 @@ class Rows:
         checkpoints: Sequence[Sequence[int]] = (),
     ) -> list[torch.Tensor]:
         """Computes the next tokens of rows, given as (row, number); returns the logits of each pass."""
+        output, logits = self.step(*spans, changes=changes, samples=samples, checkpoints=checkpoints)
+        drawn, passes = output.token_ids.tolist(), output.num_passes
+        for index, row in enumerate(samples):
+            self.outputs[row] += drawn[index * passes : (index + 1) * passes]
+        return logits
+
+    def step(
+        self,
+        *spans: tuple[int, int],
+        changes: RowChanges | None = None,
+        samples: Sequence[int] = (),
+        checkpoints: Sequence[Sequence[int]] = (),
+        spoils: tuple[int, int] | None = None,
+    ) -> tuple[StepOutput, list[torch.Tensor]]:
+        """Runs a step, and returns also the logits of each pass. In the pass and for the sample in `spoils`, these are
+        not numbers."""
         rows, new = zip(*spans, strict=True)
         computed = [self.computed[row] for row in rows]
         passes = self.max_passes if len(samples) == len(rows) and set(new) == {1} else 1
@@ -83,23 +99,23 @@ class Rows:
         self.num_steps += 1
         step = make_step(changes, batch, self.operations, step_id=self.num_steps, checkpoints=checkpoints)
         self.operations, logits = None, list[torch.Tensor]()
-        output = self._launch(self.ledger.admit(step), logits)
+        output = self._launch(self.ledger.admit(step), logits, spoils)
         self.ledger.record_output(output)
-        assert output.num_passes == passes
-        drawn = output.token_ids.tolist()
-        for index, row in enumerate(samples):
-            self.outputs[row] += drawn[index * passes : (index + 1) * passes]
+        assert output.num_passes == (passes if spoils is None else spoils[0] + 1)
+        further = dict(zip(samples, (output.num_tokens - 1).tolist(), strict=False))
         for row, count in spans:
-            self.computed[row] += count + (passes - 1)
-        return logits
+            self.computed[row] += count + further.get(row, 0)
+        return output, logits
 
-    def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor]) -> StepOutput:
+    def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor], spoils: tuple[int, int] | None) -> StepOutput:
         model = self.runner._model
         assert isinstance(model, NativeCausalLM)
         computed = model.finish
 
         def kept(values: torch.Tensor) -> torch.Tensor:
             logits.append(computed(values).clone())
+            if spoils is not None and spoils[0] == len(logits) - 1:
+                logits[-1][spoils[1]] = torch.nan
             return logits[-1]
 
         model.finish = kept  # type: ignore[method-assign]
@@ -179,6 +195,18 @@ def assert_same_bits(model: CausalLM, max_passes: int) -> None:
         rows.max_passes = 1
         (logits,) = rows.run((3, 1), changes=make_changes(assign=[fourth], release=[0]), samples=[3])
         assert torch.equal(logits, expected[7])
+
+
+@pytest.mark.parametrize("spoiled_pass", [1, 2])
+def test_a_row_without_finite_logits_in_a_later_pass_fails_in_the_next_step(spoiled_pass: int, tmp_path: Path) -> None:
+    """Its state counts its newest token already. A token drawn from it would be no output of the model."""
+    rows = Rows(make(tmp_path, "qwen3.5"), max_passes=3)
+    prompts = [rows.assign(row, prompt) for row, prompt in enumerate(make_prompts(20, 20))]
+    rows.run((0, 20), (1, 20), changes=make_changes(assign=prompts), samples=[0, 1])
+    spoiled, _ = rows.step((0, 1), (1, 1), samples=[0, 1], spoils=(spoiled_pass, 0))
+    assert (spoiled.num_tokens.tolist(), spoiled.failed_rows) == ([spoiled_pass, spoiled_pass + 1], ())
+    after, _ = rows.step((0, 1), (1, 1), samples=[0, 1])
+    assert (after.failed_rows, after.num_passes) == ((0,), 3)
 
 
 def test_a_fork_goes_on_from_a_copy_of_the_state(tmp_path: Path) -> None:
