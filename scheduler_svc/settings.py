@@ -48,6 +48,11 @@ class QueueFlags(ServiceFlags):
         "how preempted requests free their blocks: swap to host memory, recompute, or auto by kind of request",
         choices=("auto", "swap", "recompute"),
     )
+    output_checkpoints: bool = setting(
+        True,
+        "copy the states of sequences every 64 tokens of output, if layers keep states: the next turn of a conversation, "
+        "and a request that lost its worker, continue from the last copy; without, from the end of the prompt",
+    )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
     max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
 

@@ -1,5 +1,7 @@
 """States of layers: where sequences get checkpoints, what these cost, and what continues from them."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.core_driver import Driver, make_config, make_request
@@ -79,12 +81,22 @@ def test_forks_share_the_prompt_and_have_a_state_each():
     driver.finish(request)
 
 
-def test_only_the_newest_checkpoint_of_output_is_kept():
-    driver = Driver(make_config(**STATED))
+# The sequence of 310 tokens takes 78 blocks and a state.
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [8, 64, 128, 192, 256]),
+        ({"num_blocks": 86}, [8, 64, 256]),
+        ({"num_blocks": 84}, [8, 256]),
+        ({"output_checkpoints": False}, [8]),
+    ],
+)
+def test_checkpoints_of_output_give_way_before_the_newest(changes: dict[str, Any], kept: list[int]):
+    driver = Driver(make_config(**STATED | changes))
     request = make_request(1, prompt_len=10, max_tokens=300)
     driver.submit(request)
     driver.finish(request)
-    assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == [8, 256]
+    assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == kept
 
 
 @pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])
