@@ -50,8 +50,8 @@ class QueueFlags(ServiceFlags):
     )
     output_checkpoints: bool = setting(
         True,
-        "copy the states of sequences every 64 tokens of output, if layers keep states: the next turn of a conversation, "
-        "and a request that lost its worker, continue from the last copy; without, from the end of the prompt",
+        "copy what layers with states keep every 64 tokens of output: the next turn, and a request that lost its "
+        "worker, continue there and not at the end of the prompt; see docs/memory.md",
     )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
     max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)

@@ -40,8 +40,8 @@ class SchedulerConfig:
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
     `caches_on_host` the host blocks also keep blocks that the pool evicts. The layers of the model are in `full_groups`
-    and `windowed_groups` (see `LayerGroups`); a sequence has `state_blocks` blocks for layers that keep a state. Without
-    `output_checkpoints` its state is copied only within its prompt.
+    and `windowed_groups` (see `LayerGroups`); a sequence has `state_blocks` blocks for layers that keep a state. With
+    `output_checkpoints` its state is copied every 64 tokens of output.
     """
 
     num_blocks: int

@@ -159,6 +159,25 @@ class States:
             end = max(places[-1] - self._block_size, 0)
         return [place // self._block_size for place in places if place]
 
+    def with_checkpoints(self, sequence: Sequence, num_groups: int) -> list[BlockId]:
+        """The block table of a sequence, and in it some of its checkpoints behind their tokens, with a further
+        reference. If all of that is freed, these are evicted after the tokens behind them, and before those that they
+        need; other checkpoints are older. The distances of these from the end about double: the more of its end is
+        evicted, the more other tokens are computed again."""
+        table, start, gap, places = list[BlockId](), 0, 0, list[int]()
+        for place in reversed([*self.wanted(sequence, 0, sequence.num_tokens)]):
+            if (distance := sequence.num_tokens - place) >= gap:
+                places.append(place)
+                gap = 2 * distance
+        for place in reversed(places):
+            index = place // self._block_size
+            (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
+            found = self._pool.hits(self._names.state(content))
+            self._pool.touch(found)
+            table += [*sequence.block_table[start : index * num_groups], *found]
+            start = index * num_groups
+        return [*table, *sequence.block_table[start:]]
+
     @property
     def _interval(self) -> int:
         return -(-OUTPUT_INTERVAL // self._block_size) * self._block_size

@@ -99,6 +99,22 @@ def test_checkpoints_of_output_give_way_before_the_newest(changes: dict[str, Any
     assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == kept
 
 
+@pytest.mark.parametrize(("num_others", "num_cached"), [(2, 128), (3, 56), (4, 56)])
+def test_what_evicts_the_end_of_a_conversation_leaves_the_checkpoints_before(num_others: int, num_cached: int):
+    driver = Driver(make_config(**STATED | {"num_blocks": 72}), max_in_flight=1)
+    first = make_request(1, prompt_len=60, max_tokens=75)
+    others = [
+        make_request(2 + index, prompt=prompt_of(44, 1)[index + 1 :], max_tokens=2) for index in range(num_others)
+    ]
+    for request in (first, *others):
+        driver.submit(request)
+        driver.finish(request)
+    turn = make_request(9, prompt=[*first.prompt, *driver.outputs[1], 1, 2, 3], max_tokens=4)
+    driver.submit(turn)
+    driver.finish(turn)
+    assert driver.usage[9].cached_tokens == num_cached
+
+
 @pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])
 def test_checkpoints_take_only_blocks_that_no_sequence_needs(num_blocks: int, are_made: bool):
     # Two sequences of 8 blocks and a state each have 20 blocks, and take two more for their next tokens.
