@@ -117,7 +117,9 @@ def ask(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", type=Path, required=True, help="directory for models, logs and traces")
-    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure")
+    parser.add_argument(
+        "--parts", nargs="+", choices=[*_OF_TINY, *_TIMED], default=[*_OF_TINY, *_TIMED], help="what to measure"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each measurement of time, in turn")
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=URL", help="another server, for the part first-token"
@@ -130,7 +132,11 @@ def main(arguments: argparse.Namespace) -> None:
     arguments.files.mkdir(parents=True, exist_ok=True)
     for name in arguments.parts:
         began = time.monotonic()
-        _PARTS[name](figures, arguments)
+        if name in _OF_TINY:
+            for shape in _TINY:
+                _OF_TINY[name](figures, arguments.files, shape)
+        else:
+            _TIMED[name](figures, arguments)
         figures.add(f"{name}, time of the part", "s", time.monotonic() - began)
     if arguments.out is not None:
         write_results(arguments.out, "models with states, as served", figures.series, exceeded=figures.exceeded)
@@ -150,7 +156,13 @@ def _serve(files: Path, shape: str, name: str, *flags: str) -> Iterator[Server]:
     http, metrics = _free_ports(2)
     trace = files / f"{name}-steps.json"
     command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={files / shape}", f"--http-port={http}"]
-    command += ["--grpc-port=0", f"--scheduler-metrics-port={metrics}", f"--trace-steps={trace}", *flags]
+    command += [
+        "--grpc-port=0",
+        f"--scheduler-metrics-port={metrics}",
+        f"--trace-steps={trace}",
+        "--step-timeout=300",
+        *flags,
+    ]
     with served(command, str(http), files / f"{name}.log") as pid:
         ask(url := f"http://127.0.0.1:{http}", [5] * 20, 1)
         yield Server(pid, url, f"http://127.0.0.1:{metrics}/metrics", trace)
@@ -172,87 +184,84 @@ def _words(count: int, seed: int) -> str:
     return "".join(f" {draw.choice(ascii_lowercase)}{draw.choice(ascii_lowercase)}" for _ in range(count))
 
 
-def _turns(figures: Figures, arguments: argparse.Namespace) -> None:
+def _turns(figures: Figures, files: Path, shape: str) -> None:
     """Tokens of earlier turns that a turn computes again."""
     most, num_answer = _OUTPUT_INTERVAL + _BLOCK, 200
-    for shape in _TINY:
-        # Two conversations and their checkpoints fill the pool.
-        with _serve(arguments.files, shape, f"turns-{shape}", "--max-num-seqs=4", "--num-gpu-blocks=4450") as server:
-            text = _tokens(32_000, 1)
-            answer = ask(server.url, text, num_answer).token_ids
-            half = [*text, *answer[: num_answer // 2]]
-            text += answer
+    # Two conversations and their checkpoints fill the pool.
+    with _serve(files, shape, f"turns-{shape}", "--max-num-seqs=4", "--num-gpu-blocks=4450") as server:
+        text = _tokens(32_000, 1)
+        answer = ask(server.url, text, num_answer).token_ids
+        half = [*text, *answer[: num_answer // 2]]
+        text += answer
 
-            def turn(name: str, old: list[int]) -> list[int]:
-                done = ask(server.url, [*old, *_tokens(100, len(old))], num_answer)
-                figures.add(f"{shape}, {name}: old tokens computed", "tokens", len(old) - done.cached, most=most)  # noqa: B023
-                return [*old, *_tokens(100, len(old)), *done.token_ids]
+        def turn(name: str, old: list[int]) -> list[int]:
+            done = ask(server.url, [*old, *_tokens(100, len(old))], num_answer)
+            figures.add(f"{shape}, {name}: old tokens computed", "tokens", len(old) - done.cached, most=most)
+            return [*old, *_tokens(100, len(old)), *done.token_ids]
 
-            text = turn("turn 2", text)
-            turn("turn 2 from within the answer", half)
-            text = turn("turn 3", text)
-            with ThreadPoolExecutor() as pool:
-                other = pool.submit(ask, server.url, _tokens(32_000, 2), num_answer)
-                while server.used_blocks() < 32_000 // _BLOCK:
-                    time.sleep(0.01)
-                text = turn("turn 4 while another prompt fills the pool", text)
-                other.result()
-            turn("turn 5 after it", text)
+        text = turn("turn 2", text)
+        turn("turn 2 from within the answer", half)
+        text = turn("turn 3", text)
+        with ThreadPoolExecutor() as pool:
+            other = pool.submit(ask, server.url, _tokens(32_000, 2), num_answer)
+            while server.used_blocks() < 32_000 // _BLOCK and not other.done():
+                time.sleep(0.01)
+            text = turn("turn 4 while another prompt fills the pool", text)
+            other.result()
+        turn("turn 5 after it", text)
 
 
-def _forks(figures: Figures, arguments: argparse.Namespace) -> None:
+def _forks(figures: Figures, files: Path, shape: str) -> None:
     """Blocks of 32 sequences of one prompt, against one copy of the prompt, a state and a partial block each."""
     num_forks, num_prompt = 32, 8_005
-    for shape in _TINY:
-        with _serve(arguments.files, shape, f"forks-{shape}", "--max-num-seqs=32", "--num-gpu-blocks=18000") as server:
-            peak, is_over = [0], threading.Event()
+    with _serve(files, shape, f"forks-{shape}", "--max-num-seqs=32", "--num-gpu-blocks=18000") as server:
+        peak, is_over = [0], threading.Event()
 
-            def watch() -> None:
-                while not is_over.is_set():  # noqa: B023
-                    peak.append(server.used_blocks())  # noqa: B023
+        def watch() -> None:
+            while not is_over.is_set():
+                peak.append(server.used_blocks())
 
-            with ThreadPoolExecutor(1) as pool:
-                watching = pool.submit(watch)
-                try:
-                    ask(server.url, _tokens(num_prompt, 1), 11, n=num_forks)
-                finally:
-                    is_over.set()
-                watching.result()
-            size = server.traced("replica")[0]["args"]["state_blocks"]
-            needed = num_prompt // _BLOCK + num_forks * size + num_forks
-            figures.add(f"{shape}, 32 forks: blocks at most", "blocks", max(peak))
-            figures.add(f"{shape}, 32 forks: blocks / needed", "", max(peak) / needed, most=1.05)
+        with ThreadPoolExecutor(1) as pool:
+            watching = pool.submit(watch)
+            try:
+                ask(server.url, _tokens(num_prompt, 1), 11, n=num_forks)
+            finally:
+                is_over.set()
+            watching.result()
+        size = server.traced("replica")[0]["args"]["state_blocks"]
+        needed = num_prompt // _BLOCK + num_forks * size + num_forks
+        figures.add(f"{shape}, 32 forks: blocks at most", "blocks", max(peak))
+        figures.add(f"{shape}, 32 forks: blocks / needed", "", max(peak) / needed, most=1.05)
 
 
-def _kill(figures: Figures, arguments: argparse.Namespace) -> None:
+def _kill(figures: Figures, files: Path, shape: str) -> None:
     """Tokens that are computed again after `kill -9` of the worker under four streams of 16,000 tokens."""
     num_streams, num_prompt, num_answer = 4, 16_000, 200
     flags = ("--max-num-seqs=4", "--num-gpu-blocks=12000", "--persistent-kv-cache=on", "--multi-step-ms=0")
-    for shape in _TINY:
-        with _serve(arguments.files, shape, f"kill-{shape}", "--speculate=off", *flags) as server:
-            before, counts = server.metric("quire_scheduler_batched_tokens_total"), [0] * num_streams
+    with _serve(files, shape, f"kill-{shape}", "--speculate=off", *flags) as server:
+        before, counts = server.metric("quire_scheduler_batched_tokens_total"), [0] * num_streams
 
-            def stream(index: int) -> list[int]:
-                def count() -> None:
-                    counts[index] += 1  # noqa: B023
+        def stream(index: int) -> list[int]:
+            def count() -> None:
+                counts[index] += 1
 
-                return ask(server.url, _tokens(num_prompt, index), num_answer, count).token_ids
+            return ask(server.url, _tokens(num_prompt, index), num_answer, count).token_ids
 
-            def undisturbed(index: int) -> list[int]:
-                return ask(server.url, _tokens(num_prompt, index), num_answer, cache_salt="cold").token_ids
+        def undisturbed(index: int) -> list[int]:
+            return ask(server.url, _tokens(num_prompt, index), num_answer, cache_salt="cold").token_ids
 
-            with ThreadPoolExecutor(num_streams) as pool:
-                streams = [pool.submit(stream, index) for index in range(num_streams)]
-                while min(counts) < num_answer // 4:
-                    time.sleep(0.001)
-                os.kill(services_of(server.pid, "0")["worker-0"], signal.SIGKILL)
-                texts = [each.result() for each in streams]
-            computed = server.metric("quire_scheduler_batched_tokens_total") - before
-            again = computed - num_streams * (num_prompt + num_answer - 1)
-            most = _OUTPUT_INTERVAL + _IN_FLIGHT
-            figures.add(f"{shape}, kill: computed again", "tokens a stream", again / num_streams, most=most)
-            num_changed = sum(map(list.__ne__, texts, map(undisturbed, range(num_streams))))
-            figures.add(f"{shape}, kill: texts that changed", "", num_changed, most=0)
+        with ThreadPoolExecutor(num_streams) as pool:
+            streams = [pool.submit(stream, index) for index in range(num_streams)]
+            while min(counts) < num_answer // 4 and not any(each.done() for each in streams):
+                time.sleep(0.001)
+            os.kill(services_of(server.pid, "0")["worker-0"], signal.SIGKILL)
+            texts = [each.result() for each in streams]
+        computed = server.metric("quire_scheduler_batched_tokens_total") - before
+        again = computed - num_streams * (num_prompt + num_answer - 1)
+        most = _OUTPUT_INTERVAL + _IN_FLIGHT
+        figures.add(f"{shape}, kill: computed again", "tokens a stream", again / num_streams, most=most)
+        num_changed = sum(map(list.__ne__, texts, map(undisturbed, range(num_streams))))
+        figures.add(f"{shape}, kill: texts that changed", "", num_changed, most=0)
 
 
 def _drafts(figures: Figures, arguments: argparse.Namespace) -> None:
@@ -336,53 +345,45 @@ def _checkpoints(figures: Figures, arguments: argparse.Namespace) -> None:
             figures.add(f"{num_streams} streams, with / without checkpoints", "", median_ratio(*series), least=0.97)
 
 
-def _disk(figures: Figures, arguments: argparse.Namespace) -> None:
+def _disk(figures: Figures, files: Path, shape: str) -> None:
     """Bytes that go to disk for 1,000 tokens of prompt and of output, of a tiny model; and what a restart finds."""
     num_prompt, num_answer = 4_000, 2_000
-    for shape in _TINY:
-        worker = _free_ports(1)[0]
-        with ExitStack() as stack:
-            directory = stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.files))
-            flags = (
-                f"--kv-disk={directory}",
-                "--max-num-seqs=4",
-                "--num-gpu-blocks=4000",
-                f"--worker-metrics-port={worker}",
+    worker = _free_ports(1)[0]
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(dir=files))
+        flags = (
+            f"--kv-disk={directory}",
+            "--max-num-seqs=4",
+            "--num-gpu-blocks=4000",
+            f"--worker-metrics-port={worker}",
+        )
+        with _serve(files, shape, f"disk-{shape}", *flags) as server:
+            text, written = _tokens(num_prompt, 1), list[float]()
+            for max_tokens in (1, num_answer):
+                answer = ask(server.url, text, max_tokens).token_ids
+                time.sleep(1)
+                metrics = replace(server, metrics=f"http://127.0.0.1:{worker}/metrics")
+                written.append(metrics.metric('quire_worker_kv_disk_bytes_total{what="written"}'))
+            blocks = server.traced("replica")[0]["args"]
+            block_bytes = server.metric('quire_scheduler_gpu_bytes{state="free"}') / server.metric(
+                'quire_scheduler_gpu_blocks{state="free"}'
             )
-            with _serve(arguments.files, shape, f"disk-{shape}", *flags) as server:
-                text, written = _tokens(num_prompt, 1), list[float]()
-                for max_tokens in (1, num_answer):
-                    answer = ask(server.url, text, max_tokens).token_ids
-                    time.sleep(1)
-                    metrics = replace(server, metrics=f"http://127.0.0.1:{worker}/metrics")
-                    written.append(metrics.metric('quire_worker_kv_disk_bytes_total{what="written"}'))
-                blocks = server.traced("replica")[0]["args"]
-                block_bytes = server.metric('quire_scheduler_gpu_bytes{state="free"}') / server.metric(
-                    'quire_scheduler_gpu_blocks{state="free"}'
-                )
-            of_tokens, state = block_bytes * 1000 / _BLOCK, blocks["state_blocks"] * block_bytes
+        of_tokens, state = block_bytes * 1000 / _BLOCK, blocks["state_blocks"] * block_bytes
+        figures.add(
+            f"{shape}, on disk for 1,000 tokens of prompt / keys", "", written[0] / (num_prompt / 1000) / of_tokens
+        )
+        of_output = written[1] - written[0]
+        states = (of_output - of_tokens * num_answer / 1000) / state
+        figures.add(f"{shape}, on disk for 2,000 tokens of output: states", "states", states, most=2.01)
+        with _serve(files, shape, f"disk-again-{shape}", *flags) as server:
+            old = [*text, *answer]
+            done = ask(server.url, [*old, *_tokens(100, 3)], 1)
+            most = _OUTPUT_INTERVAL + _BLOCK
             figures.add(
-                f"{shape}, on disk for 1,000 tokens of prompt / keys", "", written[0] / (num_prompt / 1000) / of_tokens
+                f"{shape}, turn after a restart: old tokens computed", "tokens", len(old) - done.cached, most=most
             )
-            of_output = written[1] - written[0]
-            states = (of_output - of_tokens * num_answer / 1000) / state
-            figures.add(f"{shape}, on disk for 2,000 tokens of output: states", "states", states, most=2.01)
-            with _serve(arguments.files, shape, f"disk-again-{shape}", *flags) as server:
-                old = [*text, *answer]
-                done = ask(server.url, [*old, *_tokens(100, 3)], 1)
-                most = _OUTPUT_INTERVAL + _BLOCK
-                figures.add(
-                    f"{shape}, turn after a restart: old tokens computed", "tokens", len(old) - done.cached, most=most
-                )
 
 
 _ONE_STREAM = ("--max-num-seqs=2", "--kv-cache-memory=2GiB")
-_PARTS: dict[str, Callable[[Figures, argparse.Namespace], None]] = {
-    "turns": _turns,
-    "forks": _forks,
-    "kill": _kill,
-    "drafts": _drafts,
-    "first-token": _first_token,
-    "checkpoints": _checkpoints,
-    "disk": _disk,
-}
+_OF_TINY = {"turns": _turns, "forks": _forks, "kill": _kill, "disk": _disk}
+_TIMED = {"drafts": _drafts, "first-token": _first_token, "checkpoints": _checkpoints}

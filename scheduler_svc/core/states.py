@@ -161,9 +161,9 @@ class States:
 
     def with_checkpoints(self, sequence: Sequence, num_groups: int) -> list[BlockId]:
         """The block table of a sequence, and in it some of its checkpoints behind their tokens, with a further
-        reference. If all of that is freed, these are evicted after the tokens behind them, and before those that they
-        need; other checkpoints are older. The distances of these from the end about double: the more of its end is
-        evicted, the more other tokens are computed again."""
+        reference. If all of that is freed, these are evicted after the tokens behind them and before the tokens that
+        they need; other checkpoints are older. Their distances from the end about double, so that a sequence which
+        loses some of its end computes about as many other tokens again."""
         table, start, gap, places = list[BlockId](), 0, 0, list[int]()
         for place in reversed([*self.wanted(sequence, 0, sequence.num_tokens)]):
             if (distance := sequence.num_tokens - place) >= gap:
