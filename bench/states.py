@@ -116,7 +116,7 @@ def ask(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--files", type=Path, required=True, help="directory for models, logs and traces")
+    parser.add_argument("--files", type=Path, help="directory for models, logs and traces, which otherwise vanish")
     parser.add_argument(
         "--parts", nargs="+", choices=[*_OF_TINY, *_TIMED], default=[*_OF_TINY, *_TIMED], help="what to measure"
     )
@@ -129,7 +129,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     figures = Figures()
-    arguments.files.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        if arguments.files is None:
+            arguments.files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        arguments.files.mkdir(parents=True, exist_ok=True)
+        _measure(figures, arguments)
+    if arguments.out is not None:
+        write_results(arguments.out, "models with states, as served", figures.series, exceeded=figures.exceeded)
+    if figures.exceeded:
+        raise SystemExit("\n".join(figures.exceeded))
+
+
+def _measure(figures: Figures, arguments: argparse.Namespace) -> None:
     for name in arguments.parts:
         began = time.monotonic()
         if name in _OF_TINY:
@@ -138,10 +149,6 @@ def main(arguments: argparse.Namespace) -> None:
         else:
             _TIMED[name](figures, arguments)
         figures.add(f"{name}, time of the part", "s", time.monotonic() - began)
-    if arguments.out is not None:
-        write_results(arguments.out, "models with states, as served", figures.series, exceeded=figures.exceeded)
-    if figures.exceeded:
-        raise SystemExit("\n".join(figures.exceeded))
 
 
 @contextmanager
