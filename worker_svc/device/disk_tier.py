@@ -248,9 +248,9 @@ class DiskTier:
         self._is_writing = True
         # Blocks of the pool that sequences began with since the thread looked last.
         self._hits = deque[NDArray[np.int32]](maxlen=_MAX_HITS)
-        # By row: the number of prompt tokens, and the blocks of the last two checkpoints of output.
+        # By row: the number of prompt tokens, and the blocks of checkpoints after the last two places of output.
         self._num_prompt: dict[int, int] = {}
-        self._held_back: dict[int, tuple[list[int], ...]] = {}
+        self._held_back: dict[int, dict[int, list[int]]] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # Held while the file is used. One thread reads, so that a disk that hangs takes no other ones.
@@ -326,14 +326,17 @@ class DiskTier:
         self._release([*changes.release.tolist(), *(each.row for each in changes.assign)])
         self._num_prompt |= {each.row: each.num_prompt_tokens for each in changes.assign}
         self._num_prompt |= {child: self._num_prompt[parent] for parent, child in changes.fork.tolist()}
-        for row, num_tokens, *blocks in step.checkpoints.tolist():
-            if num_tokens > self._num_prompt[row]:
-                self._held_back[row] = (*self._held_back.get(row, ())[-1:], blocks)
+        for row, place, *blocks in step.checkpoints.tolist():
+            if place > self._num_prompt[row]:
+                # Several steps may plan a checkpoint after one place: only one of them comes there.
+                held = self._held_back.get(row, {})
+                held = held | {place: [*held.get(place, ()), *blocks]}
+                self._held_back[row] = {each: held[each] for each in sorted(held)[-2:]}
 
     def _release(self, rows: Iterable[int]) -> None:
         """The blocks that rows held back are as if never seen."""
         for row in rows:
-            for blocks in self._held_back.pop(row, ()):
+            for blocks in self._held_back.pop(row, {}).values():
                 self._saved[blocks] = -1
 
     def _renew(self) -> None:
@@ -378,7 +381,7 @@ class DiskTier:
         sealed, writes = self._store.seals.sealed_since(self._saved)
         # Most blocks that the file has already were read from it.
         is_new = np.array([each.tobytes() not in self._file for each in sealed.hashes], bool)
-        held_back = [block for last in list(self._held_back.values()) for blocks in last for block in blocks]
+        held_back = [block for held in list(self._held_back.values()) for blocks in held.values() for block in blocks]
         is_new &= ~np.isin(sealed.block_ids, held_back)
         self._saved[sealed.block_ids[~is_new]] = writes[~is_new]
         new = np.flatnonzero(is_new)

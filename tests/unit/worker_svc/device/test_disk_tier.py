@@ -247,6 +247,9 @@ def test_of_the_checkpoints_of_output_only_the_last_go_to_disk_when_the_row_leav
         take_step(make_changes(), (2, place, block))
         pool.fill(block, 10 + block)
         assert on_disk() == {10}
+    # Later steps do not come to the same place again.
+    for _ in range(3):
+        take_step(make_changes(), (2, 192, 5))
     take_step(make_changes(release=[2]))
     assert on_disk() == {10, 12, 13}
     take_step(make_changes(assign=[make_assign(2, [1] * 5, [9])]))
