@@ -22,6 +22,7 @@ BENCHMARKS = (
     "servers",
     "soak",
     "stages",
+    "states",
 )
 
 

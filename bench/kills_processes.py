@@ -179,7 +179,8 @@ class Cluster:
         kept = (*self.replicas, *self.workers, *self.gateways)
         found = {each.name: each.pid for each in kept if each.pid is not None}
         for each in self.replicas:
-            found |= _services(each)
+            if each.pid is not None:
+                found |= services_of(each.pid, each.name.partition("-")[2])
         for name, pid in list(found.items()):
             if not name.startswith("serve"):
                 found |= {f"helper-{child} of {name}": child for child in _children(pid)}
@@ -274,18 +275,18 @@ def _ports(ports: tuple[int, int]) -> list[str]:
 
 def scheduler_address(replica: Kept) -> str:
     """The address of the scheduler that runs now. LookupError if none runs."""
-    own = {} if replica.pid is None else {replica.name: replica.pid}
-    for name, pid in (own | _services(replica)).items():
+    if replica.pid is None:
+        raise LookupError(f"{replica.name} does not run")
+    for name, pid in {replica.name: replica.pid, **services_of(replica.pid, "0")}.items():
         if name.startswith("scheduler") and (found := _SCHEDULER_SOCKET.search(_command_of(pid))):
             return found[1]
     raise LookupError(f"{replica.name} has no scheduler")
 
 
-def _services(replica: Kept) -> dict[str, int]:
-    """Process ids of a `quire serve`'s services by name."""
+def services_of(serve: int, number: str) -> dict[str, int]:
+    """Process ids of the services of a `quire serve` process, by name: "worker-NUMBER" and so on."""
     found: dict[str, int] = {}
-    number = replica.name.partition("-")[2]
-    for pid in _children(replica.pid) if replica.pid is not None else ():
+    for pid in _children(serve):
         command = _command_of(pid)
         if service := _SERVICE.search(command):
             further = (_GATEWAY_SOCKET if service[1] == "gateway" else _RANK).search(command)

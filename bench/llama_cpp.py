@@ -65,8 +65,8 @@ def main(arguments: argparse.Namespace) -> None:
     llama += ["--threads", str(arguments.threads), "--parallel", "32", "--no-webui", "--cache-ram", "0"]
     with ExitStack() as stack:
         reports = files / f"reports-{time.time_ns()}"
-        stack.enter_context(_served(quire, ports[0], files / "quire.log"))
-        stack.enter_context(_served(llama, ports[1], files / "llama.log"))
+        stack.enter_context(served(quire, ports[0], files / "quire.log"))
+        stack.enter_context(served(llama, ports[1], files / "llama.log"))
         parser = argparse.ArgumentParser()
         servers.add_arguments(parser)
         flags = [f"quire=http://127.0.0.1:{ports[0]}", f"llama.cpp=http://127.0.0.1:{ports[1]}"]
@@ -92,8 +92,8 @@ def _run(*command: str) -> None:
 
 
 @contextmanager
-def _served(command: Sequence[str], port: str, log: Path) -> Iterator[None]:
-    """A server that is ready, until the end. SystemExit if it does not become ready."""
+def served(command: Sequence[str], port: str, log: Path) -> Iterator[int]:
+    """A server that is ready, until the end; yields its process id. SystemExit if it does not become ready."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -102,7 +102,7 @@ def _served(command: Sequence[str], port: str, log: Path) -> Iterator[None]:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{command[0]} did not become ready, see {log}")
             time.sleep(0.5)
-        yield
+        yield process.pid
     finally:
         process.terminate()
         process.wait(_STOP_TIMEOUT_S)

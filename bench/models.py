@@ -82,6 +82,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "conv_dim": 2048,
         "max_position_embeddings": 32768,
     },
+    # Two of many layers, and weights that are large enough for texts that do not repeat themselves at once.
+    "qwen3.5-tiny": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 32,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 40960,
+    },
+    "lfm2-tiny": {
+        "model_type": "lfm2",
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 40960,
+    },
     "gpt-oss-cut": {
         "model_type": "gpt_oss",
         "vocab_size": 201088,
@@ -97,7 +127,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Fields of config.json. Qwen3 30B has 48 layers of 128 experts, and GPT-OSS 20B 24 layers of 32; all else is as
-published."""
+published, except in tiny ones."""
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 

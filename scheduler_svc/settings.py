@@ -48,6 +48,11 @@ class QueueFlags(ServiceFlags):
         "how preempted requests free their blocks: swap to host memory, recompute, or auto by kind of request",
         choices=("auto", "swap", "recompute"),
     )
+    output_checkpoints: bool = setting(
+        True,
+        "copy what layers with states keep every 64 tokens of output: the next turn, and a request that lost its "
+        "worker, continue there and not at the end of the prompt; see docs/memory.md",
+    )
     pin_quota: float = setting(0.25, "share of the blocks that one tenant's pins may hold", minimum=0, maximum=1)
     max_pinned: float = setting(0.5, "share of the blocks that all pins may hold", minimum=0, maximum=1)
 

@@ -335,14 +335,17 @@ class Step:
     these tokens is written in addition. The batch computes the last of them."""
 
     def cached_blocks(self, block_size: int, groups: LayerGroups = ONE_GROUP) -> Int32Array:
-        """The blocks whose content rows that are assigned here find there, in order of each row and group of layers."""
+        """The blocks whose content rows that are assigned here find there, in order of each row and group of layers.
+        The last ones of a row are of the checkpoint that its state is copied from."""
         computed = dict(zip(self.batch.rows.tolist(), self.batch.num_computed_tokens.tolist(), strict=True))
+        copies = self.cache_operations.copy
         found: list[Int32Array] = []
         for each in self.row_changes.assign:
             num_computed = computed.get(each.row, 0)
             by_group = each.block_table.reshape(-1, groups.num_groups)[: num_computed // block_size].T
             first = groups.first_read(num_computed) // block_size
             found += [*by_group[: groups.num_full], *by_group[groups.num_full :, first:]]
+            found.append(copies[np.isin(copies[:, 1], each.state_blocks), 0])
         return np.concatenate(found) if found else np.empty(0, np.int32)
 
 

@@ -40,7 +40,8 @@ class SchedulerConfig:
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
     `caches_on_host` the host blocks also keep blocks that the pool evicts. The layers of the model are in `full_groups`
-    and `windowed_groups` (see `LayerGroups`); a sequence has `state_blocks` blocks for layers that keep a state.
+    and `windowed_groups` (see `LayerGroups`); a sequence has `state_blocks` blocks for layers that keep a state. With
+    `output_checkpoints` its state is copied every 64 tokens of output.
     """
 
     num_blocks: int
@@ -68,6 +69,7 @@ class SchedulerConfig:
     windowed_groups: int = 0
     window: int = 0
     state_blocks: int = 0
+    output_checkpoints: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_num_seqs", "max_model_len", "max_passes"):

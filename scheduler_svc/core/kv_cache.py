@@ -128,6 +128,9 @@ class BlockManager(BlockTables[Sequence]):
         return starts
 
     def free(self, *sequences: Sequence) -> None:
+        if self.states.size:
+            for sequence in sequences:
+                sequence.block_table = self.states.with_checkpoints(sequence, self.num_groups)
         super().free(*sequences)
         if self.states.size:
             self.pool.free(*(sequence.state_blocks for sequence in sequences))

@@ -300,13 +300,11 @@ class PrefixIndex(BlockPool):
                     self.log.restored(content)
         self._free = [block for block in self._free if self._hashes[block] is None]
 
-    def drop(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
-        """Forgets the contents of these sealed blocks, unless they have holders."""
+    def evict_first(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        """Makes these sealed blocks the next that are evicted, as long as no sequence holds or uses them."""
         for block, _ in sealed:
-            if not self._ref_counts[block]:
-                del self._cached[block]
-                self._forget(block, None)
-                self._free.append(block)
+            if block in self._cached:
+                self._cached.move_to_end(block, last=False)
 
     def sealed_hashes(self) -> list[BlockHash]:
         """The names of all blocks that can be hit."""

@@ -18,7 +18,7 @@ from scheduler_svc.core.prefix_index import BlockNames, HostMemory, PrefixIndex
 from scheduler_svc.core.sequence import Sequence
 
 OUTPUT_INTERVAL = 64
-"""Tokens between checkpoints of output. Only the newest of them is kept."""
+"""Tokens between checkpoints of output. All but the newest of a sequence are evicted before other blocks."""
 
 PROMPT_INTERVAL = 1024
 """Tokens between checkpoints of a prompt, in addition to the one at its end. After a loss of the worker no more than
@@ -55,6 +55,7 @@ class States:
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
         self.size = config.state_blocks
         self._block_size, self._pool, self._names = config.block_size, pool, names
+        self._has_output = config.output_checkpoints
         self.copies: list[tuple[BlockId, BlockId]] = []
         self._sources: list[BlockId] = []
 
@@ -133,8 +134,10 @@ class States:
         places = {(num_prompt - 2) // size * size, *sequence.partings}
         prompt_end = min(end, num_prompt)
         places.update(range(start // PROMPT_INTERVAL * PROMPT_INTERVAL, prompt_end + 1, PROMPT_INTERVAL))
-        of_output = range((end if certain_end is None else certain_end) // self._interval, end // self._interval + 1)
-        places.update(number * self._interval for number in of_output if number * self._interval > num_prompt)
+        if self._has_output:
+            first, last = (end if certain_end is None else certain_end) // self._interval, end // self._interval
+            ends = (number * self._interval for number in range(first, last + 1))
+            places.update(each for each in ends if each > num_prompt)
         return (place for place in sorted(places) if start < place <= end)
 
     def num_shareable(self, sequence: Sequence) -> int:
@@ -160,18 +163,37 @@ class States:
             end = max(places[-1] - self._block_size, 0)
         return [place // self._block_size for place in places if place]
 
+    def with_checkpoints(self, sequence: Sequence, num_groups: int) -> list[BlockId]:
+        """The block table of a sequence, and in it some of its checkpoints behind their tokens, with a further
+        reference. If all of that is freed, these are evicted after the tokens behind them and before the tokens that
+        they need; other checkpoints are older. Their distances from the end about double, so that a sequence which
+        loses some of its end computes about as many other tokens again."""
+        table, start, gap, places = list[BlockId](), 0, 0, list[int]()
+        for place in reversed([*self.wanted(sequence, 0, sequence.num_tokens)]):
+            if (distance := sequence.num_tokens - place) >= gap:
+                places.append(place)
+                gap = 2 * distance
+        for place in reversed(places):
+            index = place // self._block_size
+            (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
+            found = self._pool.hits(self._names.state(content))
+            self._pool.touch(found)
+            table += [*sequence.block_table[start : index * num_groups], *found]
+            start = index * num_groups
+        return [*table, *sequence.block_table[start:]]
+
     @property
     def _interval(self) -> int:
         return -(-OUTPUT_INTERVAL // self._block_size) * self._block_size
 
     def seal(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
-        """Makes a checkpoint, whose step is done, available. One of output takes the place of the one before. Returns
-        its blocks that became available."""
+        """Makes a checkpoint, whose step is done, available. With one of output, the one before is the next that gives
+        way. Returns the blocks that became available."""
         sequence, index = checkpoint.sequence, checkpoint.num_tokens // self._block_size
         (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
         pairs = zip(checkpoint.blocks, self._names.state(content), strict=True)
         sealed = [(block, name) for block, name in pairs if self._pool.seal(block, name)]
         if checkpoint.num_tokens > sequence.num_prompt_tokens:
-            self._pool.drop(self._pool.still_sealed(sequence.newest_checkpoint))
+            self._pool.evict_first(self._pool.still_sealed(sequence.newest_checkpoint))
             sequence.newest_checkpoint = sealed
         return sealed

@@ -53,7 +53,7 @@ MODEL_CHANGED = "MODEL_CHANGED"
 
 _OF_SETTINGS = (
     "max_waiting_requests", "max_waiting_tokens", "tenant_overflow", "watermark", "pin_quota", "max_pinned",
-    "max_prefill_share",
+    "max_prefill_share", "output_checkpoints",
 )  # fmt: skip
 _OF_WORKERS = (
     "block_size", "max_model_len", "num_host_blocks", "prepares_constraints", "max_adapters", "max_drafts",

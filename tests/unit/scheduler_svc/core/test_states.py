@@ -1,5 +1,7 @@
 """States of layers: where sequences get checkpoints, what these cost, and what continues from them."""
 
+from typing import Any
+
 import pytest
 
 from scheduler_svc.core.request import max_blocks
@@ -113,12 +115,38 @@ def test_sequences_that_parted_are_computed_again_in_the_smallest_pool_that_thei
     driver.finish(request)
 
 
-def test_only_the_newest_checkpoint_of_output_is_kept():
-    driver = Driver(make_config(**STATED))
+# The sequence of 310 tokens takes 78 blocks and a state.
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, [8, 64, 128, 192, 256]),
+        ({"num_blocks": 86}, [8, 64, 256]),
+        ({"num_blocks": 84}, [8, 256]),
+        ({"output_checkpoints": False}, [8]),
+    ],
+)
+def test_checkpoints_of_output_give_way_before_the_newest(changes: dict[str, Any], kept: list[int]):
+    driver = Driver(make_config(**STATED | changes))
     request = make_request(1, prompt_len=10, max_tokens=300)
     driver.submit(request)
     driver.finish(request)
-    assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == [8, 256]
+    assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == kept
+
+
+@pytest.mark.parametrize(("num_others", "num_cached"), [(2, 128), (3, 56), (4, 56)])
+def test_what_evicts_the_end_of_a_conversation_leaves_the_checkpoints_before(num_others: int, num_cached: int):
+    driver = Driver(make_config(**STATED | {"num_blocks": 72}), max_in_flight=1)
+    first = make_request(1, prompt_len=60, max_tokens=75)
+    others = [
+        make_request(2 + index, prompt=prompt_of(44, 1)[index + 1 :], max_tokens=2) for index in range(num_others)
+    ]
+    for request in (first, *others):
+        driver.submit(request)
+        driver.finish(request)
+    turn = make_request(9, prompt=[*first.prompt, *driver.outputs[1], 1, 2, 3], max_tokens=4)
+    driver.submit(turn)
+    driver.finish(turn)
+    assert driver.usage[9].cached_tokens == num_cached
 
 
 @pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])

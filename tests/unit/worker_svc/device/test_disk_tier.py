@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from quire.messages.layer_groups import LayerGroups
 from quire.runtime.settings import ConfigurationError
-from tests.support.steps import int32, make_assign, make_batch, make_changes, make_step
+from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step
 from tests.unit.worker_svc.device.test_pool_file import NAMESPACE, hashes
 from worker_svc.device import file_lock
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier
@@ -23,7 +23,7 @@ from worker_svc.device.seals import SealInventory
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.pool_setup import open_disk_tier
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import Int32Array, SealedBlocks
+from worker_svc.step import Int32Array, RowChanges, SealedBlocks
 
 SIZE = 5000
 NUM_BLOCKS = 6
@@ -220,6 +220,45 @@ def test_blocks_that_sequences_begin_with_in_the_pool_stay_on_disk_their_beginni
         tier.write_behind()
     assert set(tier._file.names) == {name(number) for number in (10, 20, 21, 22)}
     tier.stop()
+
+
+def test_the_checkpoint_that_a_sequence_continues_from_is_among_the_blocks_it_begins_with() -> None:
+    row = replace(make_assign(0, [1] * 10, [1, 2, 3]), state_blocks=int32([8, 9]))
+    batch, copies = make_batch(rows=[0], new=[1], computed=[9]), make_operations(copy=[(4, 7), (5, 8), (6, 9)])
+    step = make_step(make_changes(assign=[row]), batch, copies)
+    assert step.cached_blocks(3).tolist() == [1, 2, 3, 5, 6]
+
+
+def test_of_the_checkpoints_of_output_only_the_last_go_to_disk_when_the_row_leaves(path: Path) -> None:
+    pool, file = Pool(), open_file(path, 8)
+    tier = DiskTier(file, pool, NUM_BLOCKS)
+
+    def on_disk() -> set[int]:
+        tier.write_behind()
+        return {each[0] for each in file.names}
+
+    def take_step(changes: RowChanges, *checkpoints: tuple[int, ...]) -> None:
+        tier.hold_back(make_step(changes, checkpoints=checkpoints))
+
+    take_step(make_changes(assign=[make_assign(2, [1] * 5, [9])]), (2, 4, 0))
+    pool.fill(0, 10)
+    assert on_disk() == {10}
+    for block, place in ((1, 64), (2, 128), (3, 192)):
+        take_step(make_changes(), (2, place, block))
+        pool.fill(block, 10 + block)
+        assert on_disk() == {10}
+    # Later steps do not come to the same place again.
+    for _ in range(3):
+        take_step(make_changes(), (2, 192, 5))
+    take_step(make_changes(release=[2]))
+    assert on_disk() == {10, 12, 13}
+    take_step(make_changes(assign=[make_assign(2, [1] * 5, [9])]))
+    take_step(make_changes(fork=[(2, 1)]), (1, 8, 4))
+    pool.fill(4, 14)
+    assert on_disk() == {10, 12, 13}
+    tier.stop()
+    again = open_file(path, 8)
+    assert {each[0] for each in again.names} == {10, 12, 13, 14}
 
 
 def test_what_sequences_begin_with_while_the_disk_hangs_is_bounded(path: Path) -> None:
