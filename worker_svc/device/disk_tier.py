@@ -18,7 +18,7 @@ import struct
 import threading
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from quire.model_files.progress import shown_bytes
 from quire.runtime.settings import ConfigurationError
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import BlockStore
-from worker_svc.step import HASH_BYTES, SealedBlocks, Step
+from worker_svc.step import HASH_BYTES, SealedBlocks
 
 _HEADER = struct.Struct("<8sIQ32s")
 _MAGIC, _VERSION = b"quirekvd", 1
@@ -248,9 +248,6 @@ class DiskTier:
         self._is_writing = True
         # Blocks of the pool that sequences began with since the thread looked last.
         self._hits = deque[NDArray[np.int32]](maxlen=_MAX_HITS)
-        # By row: the number of prompt tokens, and the blocks of checkpoints after the last two places of output.
-        self._num_prompt: dict[int, int] = {}
-        self._held_back: dict[int, dict[int, list[int]]] = {}
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         # Held while the file is used. One thread reads, so that a disk that hangs takes no other ones.
@@ -292,7 +289,6 @@ class DiskTier:
         self._reader.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.join()
-        self._release(list(self._held_back))
         self.write_behind()
         with self._lock:
             self._file.close()
@@ -318,26 +314,6 @@ class DiskTier:
         """Sequences begin with these blocks of the pool: on disk they are as if read, at the thread's next look."""
         if len(blocks):
             self._hits.append(blocks)
-
-    def hold_back(self, step: Step) -> None:
-        """A row's checkpoints of output are not written while it runs: each takes the place of the one before. When the
-        row is released, the last two are, since the last one may not have been made."""
-        changes = step.row_changes
-        self._release([*changes.release.tolist(), *(each.row for each in changes.assign)])
-        self._num_prompt |= {each.row: each.num_prompt_tokens for each in changes.assign}
-        self._num_prompt |= {child: self._num_prompt[parent] for parent, child in changes.fork.tolist()}
-        for row, place, *blocks in step.checkpoints.tolist():
-            if place > self._num_prompt[row]:
-                # Several steps may plan a checkpoint after one place: only one of them comes there.
-                held = self._held_back.get(row, {})
-                held = held | {place: [*held.get(place, ()), *blocks]}
-                self._held_back[row] = {each: held[each] for each in sorted(held)[-2:]}
-
-    def _release(self, rows: Iterable[int]) -> None:
-        """The blocks that rows held back are as if never seen."""
-        for row in rows:
-            for blocks in self._held_back.pop(row, {}).values():
-                self._saved[blocks] = -1
 
     def _renew(self) -> None:
         hits = [self._hits.popleft() for _ in range(len(self._hits))]
@@ -381,8 +357,6 @@ class DiskTier:
         sealed, writes = self._store.seals.sealed_since(self._saved)
         # Most blocks that the file has already were read from it.
         is_new = np.array([each.tobytes() not in self._file for each in sealed.hashes], bool)
-        held_back = [block for held in list(self._held_back.values()) for blocks in held.values() for block in blocks]
-        is_new &= ~np.isin(sealed.block_ids, held_back)
         self._saved[sealed.block_ids[~is_new]] = writes[~is_new]
         new = np.flatnonzero(is_new)
         for start in range(0, len(new), _AT_ONCE):

@@ -456,7 +456,6 @@ class StepStream:
         if self._worker.disk is not None:
             pool = self._worker.info.pool
             self._worker.disk.hit(admitted.step.cached_blocks(pool.block_size, pool.groups))
-            self._worker.disk.hold_back(admitted.step)
         self._worker.device_loop.submit(self._lane, admitted)
 
     def _finish(self, output: StepOutput) -> None:

@@ -23,7 +23,7 @@ from worker_svc.device.seals import SealInventory
 from worker_svc.parallel.ranks import Ranks
 from worker_svc.pool_setup import open_disk_tier
 from worker_svc.settings import WorkerSettings
-from worker_svc.step import Int32Array, RowChanges, SealedBlocks
+from worker_svc.step import Int32Array, SealedBlocks
 
 SIZE = 5000
 NUM_BLOCKS = 6
@@ -227,38 +227,6 @@ def test_the_checkpoint_that_a_sequence_continues_from_is_among_the_blocks_it_be
     batch, copies = make_batch(rows=[0], new=[1], computed=[9]), make_operations(copy=[(4, 7), (5, 8), (6, 9)])
     step = make_step(make_changes(assign=[row]), batch, copies)
     assert step.cached_blocks(3).tolist() == [1, 2, 3, 5, 6]
-
-
-def test_of_the_checkpoints_of_output_only_the_last_go_to_disk_when_the_row_leaves(path: Path) -> None:
-    pool, file = Pool(), open_file(path, 8)
-    tier = DiskTier(file, pool, NUM_BLOCKS)
-
-    def on_disk() -> set[int]:
-        tier.write_behind()
-        return {each[0] for each in file.names}
-
-    def take_step(changes: RowChanges, *checkpoints: tuple[int, ...]) -> None:
-        tier.hold_back(make_step(changes, checkpoints=checkpoints))
-
-    take_step(make_changes(assign=[make_assign(2, [1] * 5, [9])]), (2, 4, 0))
-    pool.fill(0, 10)
-    assert on_disk() == {10}
-    for block, place in ((1, 64), (2, 128), (3, 192)):
-        take_step(make_changes(), (2, place, block))
-        pool.fill(block, 10 + block)
-        assert on_disk() == {10}
-    # Later steps do not come to the same place again.
-    for _ in range(3):
-        take_step(make_changes(), (2, 192, 5))
-    take_step(make_changes(release=[2]))
-    assert on_disk() == {10, 12, 13}
-    take_step(make_changes(assign=[make_assign(2, [1] * 5, [9])]))
-    take_step(make_changes(fork=[(2, 1)]), (1, 8, 4))
-    pool.fill(4, 14)
-    assert on_disk() == {10, 12, 13}
-    tier.stop()
-    again = open_file(path, 8)
-    assert {each[0] for each in again.names} == {10, 12, 13, 14}
 
 
 def test_what_sequences_begin_with_while_the_disk_hangs_is_bounded(path: Path) -> None:
