@@ -14,6 +14,8 @@ from scheduler_svc.core.request import Adapter
 
 _NEWEST = BlockId(-1)
 """A key that is no block, for the time of the block that was freed last."""
+_OLDEST = BlockId(-2)
+"""A key that is no block, for the time of the block that was made the next to be handed out last."""
 _FREED_AT: WeakKeyDictionary[PrefixIndex, dict[BlockId, int]] = WeakKeyDictionary()
 """Times of the last free of blocks, by pool, in this world, as increasing numbers. Recordings use no test classes."""
 
@@ -23,7 +25,7 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
     """Records inside the block the order in which blocks are freed. Blocks must be handed out in that order after all
     blocks without a name; of blocks freed together, the ends of prefixes first. `parent_of` returns the block without
     which the one with this name is useless."""
-    free_blocks, restore_blocks = PrefixIndex.free, PrefixIndex.restore
+    free_blocks, restore_blocks, evict_blocks_first = PrefixIndex.free, PrefixIndex.restore, PrefixIndex.evict_first
 
     def note(pool: PrefixIndex, blocks: Iterable[BlockId]) -> None:
         times = _FREED_AT.setdefault(pool, {})
@@ -52,8 +54,20 @@ def ordered(fail: Callable[[Exception], object], parent_of: Callable[[BlockHash]
         restore_blocks(pool, sealed)
         note(pool, (block for block in new if pool.hash_of(block) is not None))
 
+    def evict_first(pool: PrefixIndex, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
+        sealed = list(sealed)
+        times = _FREED_AT.setdefault(pool, {})
+        for block, name in sealed:
+            if pool.ref_count(block) == 0 and pool.hash_of(block) == name:
+                times[_OLDEST] = times[block] = times.get(_OLDEST, 0) - 1
+        evict_blocks_first(pool, sealed)
+
     _FREED_AT.clear()
-    with patch.object(PrefixIndex, "free", free), patch.object(PrefixIndex, "restore", restore):
+    with (
+        patch.object(PrefixIndex, "free", free),
+        patch.object(PrefixIndex, "restore", restore),
+        patch.object(PrefixIndex, "evict_first", evict_first),
+    ):
         yield
 
 
