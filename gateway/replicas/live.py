@@ -331,11 +331,14 @@ class LiveRequest:
             self._error = error
             self._notify_over()
 
-    def fail_unexpectedly(self, error: Exception) -> None:
-        """Ends the request with an unexpected error, which is logged; its reader gets no details."""
+    def fail_unexpectedly(self, error: Exception) -> QuireError:
+        """Ends the request with an unexpected error, which is logged. Returns the error that its reader gets, without
+        details."""
         request_id = self.request.request_id
         _logger.error("request %s failed unexpectedly", request_id, exc_info=error, extra={REQUEST_ID: request_id})
-        self.fail(_unexpected())
+        shown = Internal("an unexpected error; the server's log has more", reason="UNEXPECTED")
+        self.fail(shown)
+        return shown
 
     def catch_up(self, earlier: "LiveRequest", max_tokens: int) -> bool:
         """Copies up to `max_tokens` tokens of an earlier entry of the same request. Returns whether this entry now has
@@ -410,18 +413,10 @@ class LiveRequest:
     def _next_event(self, stream: SequenceStream) -> Chunk | Finished | None:
         num_pending = stream.num_pending
         is_steady = self.request.is_steady
-        chunk = self._take(stream.take_token if is_steady else partial(stream.take_chunk, self._max_chunk_tokens))
+        chunk = _taken(self, stream.take_token if is_steady else partial(stream.take_chunk, self._max_chunk_tokens))
         event = chunk or stream.take_finished()
         self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
         return event
-
-    def _take(self, take: Callable[[], Chunk | None]) -> Chunk | None:
-        """The next output of a sequence. If tokens cannot become text, the request fails: raises QuireError."""
-        try:
-            return take()
-        except Exception as error:
-            self.fail_unexpectedly(error)
-            raise self._error or _unexpected() from error
 
     async def _wait_for_news(self) -> None:
         """Waits for news of the scheduler. Raises QuireError if the request failed."""
@@ -451,7 +446,7 @@ class LiveRequest:
         turns = Turns()
         sequences: list[GeneratedSequence] = []
         for stream in self.sequences:
-            chunk = self._take(partial(stream.take_chunk, len(stream.token_ids))) or Chunk(stream.index, 0, [], "")
+            chunk = _taken(self, partial(stream.take_chunk, len(stream.token_ids))) or Chunk(stream.index, 0, [], "")
             assert stream.finished is not None
             calls = tuple(ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in chunk.tool_calls)
             sequences.append(
@@ -486,5 +481,10 @@ class LiveRequest:
         )
 
 
-def _unexpected() -> QuireError:
-    return Internal("an unexpected error; the server's log has more", reason="UNEXPECTED")
+def _taken(live: LiveRequest, take: Callable[[], Chunk | None]) -> Chunk | None:
+    """The next output of a sequence of the request. If its tokens cannot become text, the request fails: raises
+    QuireError."""
+    try:
+        return take()
+    except Exception as error:
+        raise live.fail_unexpectedly(error) from error

@@ -234,7 +234,7 @@ class BlockManager(BlockTables[Sequence]):
         if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
             num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
-            return num_new + self._num_held(starts) + self.states.size * len(sequences)
+            return num_new + _num_held(self, starts) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
@@ -244,16 +244,6 @@ class BlockManager(BlockTables[Sequence]):
             needed += num_new
             _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
-
-    def _num_held(self, starts: SequenceOf[CachedStart]) -> int:
-        """Free blocks that sequences with these cached starts take of the cache, until the step is planned. With blocks
-        of the host, each may continue from a further checkpoint, and blocks of that may be in the pool."""
-        goes_further = self.states.size > 0 and self.host.caches
-        if len(starts) == 1 and not goes_further:
-            return starts[0].num_free
-        tables = (start.blocks if goes_further else start.all_blocks for start in starts)
-        num_free = self.pool.num_free_of(list(dict.fromkeys(itertools.chain(*tables))))
-        return num_free + goes_further * self.states.size * len(starts)
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
         """Seals the blocks with logical indices from `first` to before `end`, all of them full. Returns the blocks that
@@ -399,6 +389,17 @@ class BlockManager(BlockTables[Sequence]):
         first = len(start.blocks) // self.num_groups
         end = min(max(first, start.num_found) + count, self.states.num_shareable(sequence))
         return first, sequence.prefix_hashes.between(first, end, sequence.token_ids)
+
+
+def _num_held(blocks: BlockManager, starts: SequenceOf[CachedStart]) -> int:
+    """Free blocks that sequences with these cached starts take of the cache, until the step is planned. With blocks of
+    the host, each may continue from a further checkpoint, and blocks of that may be in the pool."""
+    goes_further = blocks.states.size > 0 and blocks.host.caches
+    if len(starts) == 1 and not goes_further:
+        return starts[0].num_free
+    tables = (start.blocks if goes_further else start.all_blocks for start in starts)
+    num_free = blocks.pool.num_free_of(list(dict.fromkeys(itertools.chain(*tables))))
+    return num_free + goes_further * blocks.states.size * len(starts)
 
 
 def _may_continue(sequence: Sequence, num_blocks: int) -> bool:

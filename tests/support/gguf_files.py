@@ -282,8 +282,9 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
 
 def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
     """The layers that keep a state, and sizes of their parts."""
-    count = config["num_hidden_layers"]
-    types = config.get("layer_types") or config.get("layers_block_type") or ["full_attention"] * count
+    types = config.get("layer_types") or config.get("layers_block_type")
+    count = len(types) if types else config["num_hidden_layers"]
+    types = types or ["full_attention"] * count
     if (given := config.get("attn_layer_indices")) is not None:
         types = ["attention" if index in given else "mamba" for index in range(count)]
     if architecture == "jamba":

@@ -282,8 +282,8 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
     ("further", "problem"),
     [
         (
-            {"general.architecture": "mamba"},
-            "architecture 'mamba' of GGUF files is not read; Quire reads llama, mistral, qwen2",
+            {"general.architecture": "rwkv7"},
+            "architecture 'rwkv7' of GGUF files is not read; Quire reads llama, mistral, qwen2",
         ),
         ({"llama.expert_count": 8}, "llama.expert_used_count is missing"),
         ({"general.type": "mmproj"}, " is the part of a model that reads images or sound, which Quire does not"),

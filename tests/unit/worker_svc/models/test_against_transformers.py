@@ -71,7 +71,12 @@ IN_PARTS = (
 )
 # Two heads of key in layers with delta rules, or six heads of Mamba 2.
 NOT_IN_FOUR = ("qwen3.5", "qwen3-next-moe", "olmo-hybrid", "falcon-h1")
-RANKS = [(name, size) for size in (2, 4) for name in (*IN_PARTS, *STATES) if size == 2 or name not in NOT_IN_FOUR]
+RANKS = [
+    (name, size)
+    for size in (2, 4)
+    for name in (*IN_PARTS, *STATES)
+    if name != "zamba2" and (size == 2 or name not in NOT_IN_FOUR)
+]
 
 
 def load(directory: Path, dtype: torch.dtype = torch.float32, model_impl: str = "auto") -> CausalLM:
@@ -208,6 +213,13 @@ def test_ranks_that_cannot_have_equal_parts_of_states_are_refused(
     assert state is not None
     with pytest.raises(ConfigurationError, match=f"--tensor-parallel-size is {size}; it must divide {limit}"):
         state.of_rank(Ranks(0, size))
+
+
+def test_blocks_that_layers_share_need_one_rank(tmp_path: Path) -> None:
+    make_model(tmp_path, "zamba2")
+    message = "--tensor-parallel-size is 2; it must be 1 for a model whose layers share blocks of attention"
+    with pytest.raises(ConfigurationError, match=message):
+        load_model(tmp_path, device=CPU, dtype=torch.float32, ranks=Ranks(0, 2))
 
 
 LONG_ROPE = {
