@@ -21,7 +21,7 @@ _WARM_UP = 6
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of one step, medians or means over many."""
+    """Seconds of one step, means over many."""
 
     whole: float
     """From step to step with two in flight, as the host measures it."""
