@@ -27,11 +27,16 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 DEV_INSTALLED := $(VENV)/.quire-installed
 ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
 INSTALLED := $(VENV)/.quire-serving-installed
-PACKAGES := '.[all]' grpcio-tools
+EXTRAS := all
+FURTHER_PACKAGES := grpcio-tools
 else
 INSTALLED := $(DEV_INSTALLED)
-PACKAGES := '.[dev]'
+EXTRAS := dev
+FURTHER_PACKAGES :=
 endif
+# The project itself, with the CPU kernels, which are compiled apart from the packages: `make --jobs=2 setup` does both
+# at the same time.
+EDITABLE := $(VENV)/.quire-editable
 STUBS := $(VENV)/.quire-stubs
 # An environment of its own below the first: Triton's client and the product pin different versions.
 TRITON_CLIENT := $(VENV)/triton-client
@@ -48,7 +53,7 @@ CHECKS := check-format check-lint check-types check-imports check-clocks check-w
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-setup: $(INSTALLED) $(STUBS) ## create .venv, install everything with pinned versions, generate the stubs
+setup: $(INSTALLED) $(EDITABLE) $(STUBS) ## create .venv, install everything with pinned versions, generate the stubs
 
 protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 	$(BIN)/python tools/generate_stubs.py
@@ -170,10 +175,16 @@ $(BIN)/python:
 	tools/create_venv.sh "$(PYTHON)" $(VENV)
 
 # PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
-$(INSTALLED): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
-	PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-		$(BIN)/python -m pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') \
-		--editable $(PACKAGES)
+PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	$(BIN)/python -m pip install $(PIP_FLAGS)
+
+$(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)/python
+	$(BIN)/python tools/list_requirements.py $(EXTRAS) >$@.txt
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt $(FURTHER_PACKAGES)
+	@touch $@
+
+$(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
+	$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
@@ -182,6 +193,6 @@ $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
 		--no-deps --requirement $<
 	@touch $@
 
-$(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED)
+$(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)
 	$(BIN)/python tools/generate_stubs.py
 	@touch $@

@@ -3,6 +3,7 @@
 usage: list_requirements.py EXTRA...
 """
 
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -12,14 +13,22 @@ PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def list_requirements(pyproject: Path, extras: Sequence[str]) -> list[str]:
-    """The requirements of the project and of these extras, without the project's references to itself.
+    """The requirements of the project and of these extras, each once. A reference of the project to its own extras
+    stands for their requirements.
 
     Raises KeyError for an extra that the project does not have.
     """
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
-    own = project["name"] + "["
-    return [requirement for group in groups for requirement in group if not requirement.startswith(own)]
+    own = re.compile(re.escape(project["name"]) + r"\[(.*)\]")
+    found = dict.fromkeys(project["dependencies"])
+    wanted = list(extras)
+    for extra in wanted:
+        for requirement in project["optional-dependencies"][extra]:
+            if reference := own.fullmatch(requirement):
+                wanted += [each for each in reference[1].split(",") if each not in wanted]
+            else:
+                found[requirement] = None
+    return list(found)
 
 
 if __name__ == "__main__":

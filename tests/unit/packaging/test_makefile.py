@@ -20,6 +20,10 @@ def test_torch_index_adds_an_index_to_the_installation(arguments: tuple[str, ...
     printed = subprocess.run(
         command, cwd=_ROOT, env=environment, check=True, capture_output=True, text=True, timeout=60
     ).stdout
-    (install,) = [line for line in printed.replace("\\\n", "").splitlines() if "pip install" in line]
-    assert "--editable" in install
-    assert ("--extra-index-url 'http://torch.example/cpu'" in install) == expected
+    installs = [line for line in printed.replace("\\\n", "").splitlines() if "pip install" in line]
+    (packages,) = [line for line in installs if "--editable" not in line]
+    (project,) = [line for line in installs if "--editable" in line]
+    assert "--requirement" in packages
+    assert ("--extra-index-url 'http://torch.example/cpu'" in packages) == expected
+    # Its own requirements are among the packages.
+    assert "--no-deps" in project
