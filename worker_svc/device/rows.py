@@ -124,15 +124,17 @@ class Rows:
 
 class FailingRows:
     """The rows as of the last finished step that fail when they sample next, until they get another sequence: rows
-    whose prompt was scored by logits that are not finite, and rows that drew nothing in a later pass of a step.
+    whose prompt was scored by logits that are not finite, and, if layers keep states, rows that drew nothing in a later
+    pass of a step.
 
     A step reports only failures of rows that sample in it. Until then the log probabilities of a prompt are reported as
     they are: none reaches a client before the request ends. A later pass has drawn nothing for a row whose logits were
-    not finite. The tokens before are reported first, and the row's newest token is computed again. If layers keep
-    states, it then counts twice, so what is drawn after it means nothing.
+    not finite. The tokens before are reported first, and the row's newest token is computed again, which may go well. In
+    a state it then counts twice, so what is drawn after it means nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_states: bool) -> None:
+        self._has_states = has_states
         self._rows: set[int] = set()
 
     def failing_samples(self, step: Step, failed_prompts: Iterable[int]) -> NDArray[np.bool_]:
@@ -149,4 +151,5 @@ class FailingRows:
 
     def add(self, rows: Int32Array) -> None:
         """These rows drew nothing in the last pass of the step that `failing_samples` was called for."""
-        self._rows.update(rows.tolist())
+        if self._has_states:
+            self._rows.update(rows.tolist())

@@ -306,7 +306,7 @@ class ModelRunner:
             drafts = Drafts(self._rows, drafter, forced, limits, self._draft_model, states)
         self._drafts, self._multi_step_s, self._pass_times = drafts, multi_step_s, PassTimes()
         self.seals = pool.seals or SealInventory(pool.gpu[0].shape[1])
-        self._failing_rows = FailingRows()
+        self._failing_rows = FailingRows(has_states=state_blocks > 0)
         self._num_launched = 0
         # The checkpoints of the step that runs.
         self._checkpoints = _NO_CHANGES.state_tables

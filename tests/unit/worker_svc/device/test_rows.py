@@ -334,7 +334,7 @@ def test_a_released_row_keeps_no_object() -> None:
 
 
 def test_whoever_samples_from_a_failed_prompt_fails() -> None:
-    failed = FailingRows()
+    failed = FailingRows(has_states=False)
     assert not len(failed.failing_samples(make_step(batch=make_batch([3], [4], [0], [])), [3]))
     step = make_step(batch=make_batch([2, 3], [1, 1], [4, 4], [(2, 2), (3, 3), (5, 3)]))
     assert failed.failing_samples(step, ()).tolist() == [False, True, True]
@@ -362,7 +362,7 @@ def test_a_row_with_a_failed_prompt_fails_once_where_a_later_step_draws_several_
 
 
 def test_the_next_sequence_in_a_row_does_not_fail_however_it_came_there() -> None:
-    failed, batch = FailingRows(), make_batch([2, 3, 4], [1, 1, 1], [4, 4, 4])
+    failed, batch = FailingRows(has_states=False), make_batch([2, 3, 4], [1, 1, 1], [4, 4, 4])
     assert failed.failing_samples(make_step(batch=batch), [3, 4]).tolist() == [False, True, True]
     changes = make_changes(assign=[make_assign(3, [1] * 5, [0])], fork=[(2, 4)])
     assert failed.failing_samples(make_step(changes, batch), ()).tolist() == [False, False, False]
