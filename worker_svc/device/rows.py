@@ -129,8 +129,8 @@ class FailingRows:
 
     A step reports only failures of rows that sample in it. Until then the log probabilities of a prompt are reported as
     they are: none reaches a client before the request ends. A later pass has drawn nothing for a row whose logits were
-    not finite. The tokens before are reported first, and the row's newest token is computed again, which may go well. In
-    a state it then counts twice, so what is drawn after it means nothing.
+    not finite. The tokens before are reported first, and the row's newest token is computed again, which may go well.
+    It then counts twice in a state, so what is drawn after it means nothing.
     """
 
     def __init__(self, *, has_states: bool) -> None:
