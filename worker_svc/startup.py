@@ -16,6 +16,7 @@ from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
+from quire.model_files.embedding_files import EmbeddingFiles
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import (
@@ -39,6 +40,7 @@ from worker_svc.device.pool_file import KvNamespace
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter, max_state_drafts
+from worker_svc.encoders.loading import make_encoder_worker
 from worker_svc.first_steps import predict_passes, warm_up
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM, NativeCausalLM
@@ -89,6 +91,13 @@ def build_worker(
     log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
+    if (files := EmbeddingFiles.of(directory)) is not None:
+        worker = make_encoder_worker(
+            directory, files, settings, device_loop, device=device, dtype=dtype, ranks=ranks, report=report
+        )
+        if settings.thread_binding == "auto":
+            bind_threads(ranks)
+        return worker
     load = partial(
         load_model,
         device=device,

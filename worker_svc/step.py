@@ -394,6 +394,14 @@ class RowCandidates:
 
 
 @dataclass(frozen=True, slots=True)
+class RowVector:
+    """The vector of the prompt in a row, of a model that gives vectors instead of texts."""
+
+    row: int
+    values: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimings:
     """Durations in microseconds."""
 
@@ -429,6 +437,7 @@ class StepOutput:
     """Number of verified drafts of each sample; empty: none."""
     num_passes: int = 1
     """Number of runs of the model."""
+    vectors: tuple[RowVector, ...] = ()
 
     @property
     def num_sampled_tokens(self) -> int:

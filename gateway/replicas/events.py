@@ -139,6 +139,8 @@ class Finished:
     stop_string: str | None = None
     stop_token_id: int | None = None
     cumulative_logprob: float | None = None
+    vector: bytes = b""
+    """float32 values: the vector of the prompt, from a model that gives vectors instead of texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +238,7 @@ class SequenceEnded:
     reason: FinishReason
     stop_token_id: int | None
     cumulative_logprob: float | None
+    vector: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,6 +420,7 @@ def _sequence_ended(message: scheduler_pb2.SequenceEnd) -> SequenceEnded:
         reason=_REASONS[message.reason],
         stop_token_id=optional(message, "stop_token_id"),
         cumulative_logprob=optional(message, "cumulative_logprob"),
+        vector=message.vector,
     )
 
 

@@ -295,7 +295,7 @@ class LiveRequest:
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
         stream = self._stream(end.sequence_index)
-        stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+        stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob, end.vector)
         self._news.set()
 
     def complete(self, end: RequestEnded) -> None:
@@ -352,7 +352,7 @@ class LiveRequest:
                 return False
         for stream, source in zip(self.sequences, earlier.sequences, strict=True):
             if (end := source.finished) is not None:
-                stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob)
+                stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob, end.vector)
         self.prompt_logprobs = earlier.prompt_logprobs
         self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
         self._error = earlier._error

@@ -81,6 +81,13 @@ ARCHITECTURES = {
 """Architectures by model_type of config.json."""
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
+ENCODERS = {
+    "BertModel": "bert",
+    "RobertaModel": "roberta",
+    "XLMRobertaModel": "xlm-roberta",
+    "CamembertModel": "camembert",
+}
+"""Encoders, which give vectors of texts: model_type of config.json by architecture."""
 _WKV, _LIGHTNING = "the WKV recurrence", "lightning attention"
 MISSING_PARTS = {
     "bailing_hybrid": "latent attention with a gate for each head",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ARCHITECTURES, MISSING_PARTS, SUPPORTED_ARCHITECTURES
+from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_model import describe
@@ -393,6 +393,10 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
             f"architecture {(names or [kind])[0]} of {path} is not supported: it needs {MISSING_PARTS[kind]}, which "
             "Quire does not have (docs/models.md says which models run)"
         )
+    for encoder, of_type in ENCODERS.items():
+        # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
+        if kind == of_type and (encoder in names or (path / EMBEDDING_MODULES).is_file()):
+            return encoder, None
     for known in (SUPPORTED_ARCHITECTURES.__contains__, lambda name: name.endswith(_LANGUAGE_MODEL_SUFFIXES)):
         if (found := next(filter(known, names), None)) is not None:
             return found, None

@@ -4,6 +4,7 @@ A result is checked as a whole before any part of it is applied, so that an inva
 """
 
 import math
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -174,7 +175,7 @@ class Results:
             not_finite = step.chunk_rows[~table.seals_chunks[step.chunk_rows]].tolist()
             self._batch.end_checkpoints(checkpoints, failed={*not_finite, *result.failures})
         if due:
-            self._on_milestones(due)
+            self._on_milestones(due, result.vectors)
         for sample in (current & ~draws).nonzero()[0].tolist():
             self._apply_other(int(step.rows[sample]), result)
 
@@ -303,8 +304,9 @@ class Results:
         for row, count in zip(rows[due].tolist(), num_full[due].tolist(), strict=True):
             batch.seal(row, count)
 
-    def _on_milestones(self, sequences: SequenceOf[Sequence]) -> None:
-        """Handles newest tokens that may be the last of their sequence, or its first from this scheduler."""
+    def _on_milestones(self, sequences: SequenceOf[Sequence], vectors: Mapping[int, bytes]) -> None:
+        """Handles newest tokens that may be the last of their sequence, or its first from this scheduler. `vectors` are
+        keyed by row."""
         running, now = self._running, self._now
         ending: list[Sequence] = []
         for sequence in sequences:
@@ -316,7 +318,9 @@ class Results:
                 sequence.finish_reason = reason
                 ending.append(sequence)
                 if not sequence.request.selects:
-                    self._of(sequence.request.key.client).finished.append(_sequence_end(sequence, sequence.index))
+                    vector = b"" if sequence.row is None else vectors.get(sequence.row, b"")
+                    end = _sequence_end(sequence, sequence.index, vector)
+                    self._of(sequence.request.key.client).finished.append(end)
         if ending:
             self._end_groups(end_sequences(self._batch, self._running, ending))
 
@@ -467,13 +471,13 @@ def _logprobs_of(sequence: Sequence, candidates: Candidates, place: int) -> Logp
     )
 
 
-def _sequence_end(sequence: Sequence, index: int) -> SequenceEnd:
+def _sequence_end(sequence: Sequence, index: int, vector: bytes = b"") -> SequenceEnd:
     request, token_ids, reason = sequence.request, sequence.token_ids, sequence.finish_reason
     assert reason is not None
     stop_token_id = token_ids[-1] if reason is FinishReason.STOP else None
     cumulative_logprob = sequence.cumulative_logprob if request.selects else None
     num_tokens = len(token_ids) - len(request.prompt)
-    return SequenceEnd(request.key.handle, index, num_tokens, reason, stop_token_id, cumulative_logprob)
+    return SequenceEnd(request.key.handle, index, num_tokens, reason, stop_token_id, cumulative_logprob, vector)
 
 
 def usage_of(group: SequenceGroup) -> Usage:

@@ -159,7 +159,8 @@ class StepResult:
     `candidates` and `failures` are keyed by row; the token of a row with failures or candidates means nothing.
     `refused` are the failed rows that the worker could not sample with their sampling parameters.
     `logprobs` is None if no row requests them. `non_finite_chunks` are rows that computed a chunk, sampled nothing, and
-    got hidden states with NaN or infinity.
+    got hidden states with NaN or infinity. `vectors` are the vectors of prompts, keyed by row, of a model that gives
+    vectors instead of texts.
     """
 
     step_id: int
@@ -172,10 +173,12 @@ class StepResult:
     num_tokens: Array | None = None
     num_drafts: Array | None = None
     num_passes: int = 1
+    vectors: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
 
 
 class SequenceEnd(NamedTuple):
-    """A sequence ended; its tokens came before. A tuple for speed: many sequences may end at once."""
+    """A sequence ended; its tokens came before. `vector` is the vector of its prompt, empty from a model of texts. A
+    tuple for speed: many sequences may end at once."""
 
     handle: Handle
     sequence_index: int
@@ -183,6 +186,7 @@ class SequenceEnd(NamedTuple):
     reason: FinishReason
     stop_token_id: int | None
     cumulative_logprob: float | None = None
+    vector: bytes = b""
 
 
 class Usage(NamedTuple):

@@ -276,6 +276,7 @@ def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:
         reason=f"FINISH_REASON_{end.reason.name}",
         stop_token_id=end.stop_token_id,
         cumulative_logprob=end.cumulative_logprob,
+        vector=end.vector,
     )
 
 

@@ -365,6 +365,7 @@ def step_answer(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
         num_tokens=_counts(message.num_tokens, "num_tokens"),
         num_drafts=_counts(message.num_drafts, "num_drafts"),
         num_passes=message.num_passes or 1,
+        vectors={each.row: each.values for each in message.vectors},
     )
     timings = message.timings
     return StepAnswer(

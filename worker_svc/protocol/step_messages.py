@@ -308,6 +308,7 @@ def result_message(output: StepOutput) -> worker_pb2.RunResponse:
         num_tokens=encode_int32(output.num_tokens),
         num_drafts=encode_int32(output.num_drafts),
         num_passes=0 if output.num_passes == 1 else output.num_passes,
+        vectors=[worker_pb2.RowVector(row=each.row, values=encode_float32(each.values)) for each in output.vectors],
         timings=worker_pb2.StepTimings(
             queue_us=min(timings.queue_us, _MAX_UINT32),
             cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),

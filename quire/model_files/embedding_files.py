@@ -1,0 +1,201 @@
+"""How a model turns a text into one vector, by the files that sentence-transformers writes, without torch.
+
+`modules.json` lists the modules in their order; each has a folder with a `config.json`. A directory without it is read
+as sentence-transformers does: the mean of all tokens.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from quire.model_files.architectures import ENCODERS
+from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
+from quire.runtime.settings import ConfigurationError
+
+# In the order in which several are joined.
+POOLING_MODES = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+# Older files have a flag for each mode.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
+_ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?(\w+)")
+_SETTINGS, _PROMPTS = "config_sentence_transformers.json", "prompts"
+_TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """Makes one vector of the hidden states of a text: the results of `modes`, one after the other. Without
+    `includes_prompt` the tokens of the prompt before a text do not count."""
+
+    modes: tuple[str, ...]
+    includes_prompt: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer with the weights of `folder`, and a function of `ACTIVATIONS`."""
+
+    folder: Path
+    in_features: int
+    out_features: int
+    has_bias: bool
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    """Scales a vector to the length 1."""
+
+
+Module = Pooling | Dense | Normalize
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingFiles:
+    """The modules behind the encoder, first `Pooling`.
+
+    Attributes:
+        max_tokens: maximum tokens of a text, special tokens included; None: what the encoder has.
+        prompts: texts that are put before a text, by the name of the task.
+        default_prompt: the name of the prompt of calls that name none.
+    """
+
+    modules: tuple[Module, ...]
+    max_tokens: int | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict[str, str])
+    default_prompt: str | None = None
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> Self | None:
+        """None for a model that generates text. Raises ConfigurationError for a module that is not known."""
+        if directory.architecture not in ENCODERS:
+            return None
+        path = directory.path
+        listed = _read(path / EMBEDDING_MODULES)
+        if listed is None:
+            return cls((Pooling(("mean",)),))
+        if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+            raise ConfigurationError(f"{path / EMBEDDING_MODULES} is no list of modules")
+        modules: list[Module] = []
+        max_tokens = None
+        for each in listed:
+            kind, folder = str(each.get("type")).rpartition(".")[2], _folder(path, each.get("path"))
+            match kind:
+                case "Transformer":
+                    max_tokens = _max_tokens(folder)
+                case "Pooling":
+                    modules.append(_pooling(_config(folder)))
+                case "Dense":
+                    modules.append(_dense(folder, _config(folder)))
+                case "Normalize":
+                    modules.append(Normalize())
+                case _:
+                    raise ConfigurationError(
+                        f"{path / EMBEDDING_MODULES} has a module of the type {kind:.80}, which is not supported; "
+                        "supported are Transformer, Pooling, Dense and Normalize"
+                    )
+        if not modules or not isinstance(modules[0], Pooling):
+            raise ConfigurationError(f"{path / EMBEDDING_MODULES} has no Pooling directly behind the Transformer")
+        settings = _read(path / _SETTINGS) or {}
+        prompts = settings.get(_PROMPTS) or {}
+        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+            raise ConfigurationError(f"{path / _SETTINGS}: {_PROMPTS} must be texts by their names")
+        default = settings.get("default_prompt_name")
+        if default is not None and default not in prompts:
+            raise ConfigurationError(f"{path / _SETTINGS}: default_prompt_name is {default!r:.80}, which is no prompt")
+        return cls(tuple(modules), max_tokens, prompts, default)
+
+    def size(self, hidden_size: int) -> int:
+        """The length of the vectors of an encoder with hidden states of this size."""
+        size = hidden_size
+        for module in self.modules:
+            match module:
+                case Pooling(modes):
+                    size = hidden_size * len(modes)
+                case Dense():
+                    if module.in_features != size:
+                        raise ConfigurationError(
+                            f"{module.folder}: in_features is {module.in_features}, and the module before it gives "
+                            f"{size} numbers"
+                        )
+                    size = module.out_features
+                case Normalize():
+                    pass
+        return size
+
+
+def _read(path: Path) -> Any:
+    """The parsed file; None if it does not exist. Raises ConfigurationError."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error!s:.200}") from error
+
+
+def _folder(path: Path, name: object) -> Path:
+    folder = path / str(name or "")
+    if not folder.resolve().is_relative_to(path.resolve()):
+        raise ConfigurationError(f"{path / EMBEDDING_MODULES}: path {name!r:.80} is outside of the directory")
+    return folder
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    config = _read(folder / "config.json")
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{folder / 'config.json'} is missing, or no object")
+    return config
+
+
+def _max_tokens(folder: Path) -> int | None:
+    settings = _read(folder / _TRANSFORMER_SETTINGS)
+    value = settings.get("max_seq_length") if isinstance(settings, dict) else None
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{folder / _TRANSFORMER_SETTINGS}: max_seq_length is {value!r:.80}; expected above 0")
+    return value
+
+
+def _pooling(config: Mapping[str, Any]) -> Pooling:
+    named = config.get("pooling_mode")
+    if named is None:
+        modes: Sequence[object] = [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+    else:
+        modes = named if isinstance(named, list) else [named]
+    unknown = [mode for mode in modes if mode not in POOLING_MODES]
+    if unknown or not modes:
+        raise ConfigurationError(
+            f"the pooling mode {unknown[:1] or modes!r:.80} is not supported; supported are {', '.join(POOLING_MODES)}"
+        )
+    return Pooling(tuple(str(mode) for mode in modes), config.get("include_prompt") is not False)
+
+
+def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
+    sizes = [config.get(name) for name in ("in_features", "out_features")]
+    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 20 for size in sizes):
+        raise ConfigurationError(f"{folder / 'config.json'}: in_features and out_features are {sizes!r:.80}")
+    for name, usual in (("module_input_name", "sentence_embedding"), ("use_residual", False)):
+        if config.get(name, usual) not in (usual, None):
+            raise ConfigurationError(
+                f"{folder / 'config.json'}: {name} is {config[name]!r:.80}, which is not supported"
+            )
+    named = _ACTIVATION.fullmatch(str(config.get("activation_function", "torch.nn.Tanh")))
+    if named is None or named[1] not in ACTIVATIONS:
+        raise ConfigurationError(
+            f"{folder / 'config.json'}: activation_function is {config.get('activation_function')!r:.80}; supported "
+            f"are {', '.join(ACTIVATIONS)} of torch.nn"
+        )
+    in_features, out_features = map(int, sizes)  # type: ignore[arg-type]
+    return Dense(folder, in_features, out_features, config.get("bias") is not False, named[1])

@@ -1,0 +1,105 @@
+"""From the hidden states of a text's tokens to its vector: the modules of `EmbeddingFiles`."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling
+from quire.runtime.settings import ConfigurationError
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "ReLU": functional.relu,
+    "GELU": functional.gelu,
+    "SiLU": functional.silu,
+    "Sigmoid": torch.sigmoid,
+}
+
+
+def pool(modes: Sequence[str], hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """The pooled states of each text, in float32.
+
+    Args:
+        modes: of `POOLING_MODES`; their results lie side by side.
+        hidden: [T, size], the states of the tokens of all texts.
+        lengths: the number of tokens of each text.
+
+    Returns:
+        [texts, len(modes) * size].
+    """
+    hidden = hidden.float()
+    counts = torch.tensor(lengths)
+    ends = counts.cumsum(0)
+    text_of_token = torch.repeat_interleave(torch.arange(len(lengths)), counts)
+
+    def sums(states: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(lengths), hidden.shape[1]).index_add_(0, text_of_token, states)
+
+    def pooled(mode: str) -> torch.Tensor:
+        match mode:
+            case "cls":
+                return hidden[ends - counts]
+            case "lasttoken":
+                return hidden[ends - 1]
+            case "max":
+                return torch.stack([each.amax(0) for each in hidden.split(list(lengths))])
+            case "mean":
+                return sums(hidden) / counts.unsqueeze(1)
+            case "mean_sqrt_len_tokens":
+                return sums(hidden) / counts.unsqueeze(1).sqrt()
+            case _:
+                places = torch.cat([torch.arange(1, length + 1) for length in lengths]).unsqueeze(1)
+                return sums(hidden * places) / (counts * (counts + 1) / 2).unsqueeze(1)
+
+    return torch.cat([pooled(mode) for mode in modes], 1)
+
+
+class TextVectors(nn.Module):
+    """Runs the modules behind an encoder, in float32.
+
+    Attributes:
+        size: the length of a vector.
+    """
+
+    def __init__(self, files: EmbeddingFiles, hidden_size: int) -> None:
+        """Raises ConfigurationError for weights that are missing or have another shape."""
+        super().__init__()
+        self._modules_of = files.modules
+        self.size = files.size(hidden_size)
+        self._weights = [_dense_weights(each) if isinstance(each, Dense) else None for each in files.modules]
+
+    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """hidden [T, hidden] of the tokens of texts with these lengths -> [texts, size] float32."""
+        x = hidden
+        for module, weights in zip(self._modules_of, self._weights, strict=True):
+            match module:
+                case Pooling(modes):
+                    x = pool(modes, x, lengths)
+                case Dense():
+                    assert weights is not None
+                    x = _ACTIVATIONS[module.activation](functional.linear(x, *weights))
+                case Normalize():
+                    x = functional.normalize(x, dim=1)
+        return x
+
+
+def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight [out, in] and bias [out] in float32."""
+    file = module.folder / "model.safetensors"
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"cannot read {file}: {error!s:.200}") from error
+    expected = {"linear.weight": (module.out_features, module.in_features)}
+    if module.has_bias:
+        expected["linear.bias"] = (module.out_features,)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if found != expected:
+        raise ConfigurationError(f"{file} has {found!r:.200}; expected {expected}")
+    bias = tensors["linear.bias"].float() if module.has_bias else None
+    return tensors["linear.weight"].float(), bias
