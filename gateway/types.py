@@ -123,6 +123,10 @@ class RequestOptions:
     front_end: bytes = b""
     """As in GenerationRequest, and so is the next field."""
     is_steady: bool = False
+    gives_vector: bool = False
+    """The answer is the vector of the prompt, which only models of embeddings have."""
+    cuts_text: bool = False
+    """A text that is too long is cut at its end; the special tokens behind it are kept."""
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
 

@@ -102,6 +102,7 @@ _GENERATION = Unread(
     {"functions": "; use tools", "function_call": "; use tool_choice"},
     generates=True,
 )
+EMBEDDINGS = Unread(frozenset({*_LABELS, *_SERVING}), {"input_type": ()}, {"input_type": "; use prompt_name"})
 CHAT = _GENERATION.plus(suffix=("",))
 COMPLETION = _GENERATION.plus(
     # There is no chat template that could read it.

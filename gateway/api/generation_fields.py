@@ -43,6 +43,7 @@ class Body(ParsedBody):
 
     union_types: ClassVar[Mapping[str, str]] = {
         "prompt": "a string, a list of strings, a list of token ids or a list of lists of token ids",
+        "input": "a string, a list of strings, a list of token ids or a list of lists of token ids",
         "stop": "a string or a list of strings",
         "content": "a string or a list of text parts",
         "early_stopping": 'true, false or "never"',

@@ -148,9 +148,7 @@ class SequenceStream:
         # The sum of the log probabilities that came; without them, the sum of a scheduler that chose among sequences.
         if self._cumulative_logprob is not None:
             cumulative_logprob = self._cumulative_logprob
-        self.finished = Finished(
-            self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob, vector
-        )
+        self.finished = Finished(self.index, num_tokens, reason, stop_string, stop_token_id, cumulative_logprob, vector)
 
     def finish_if_complete(self, max_tokens: int) -> None:
         """Ends the sequence, as the scheduler would, if its last token or its length ends it."""

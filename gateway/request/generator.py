@@ -34,7 +34,7 @@ from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
 from gateway.types import ChatPrompt, RequestOptions
-from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable, Unimplemented
 from quire.runtime import entropy
 from quire.runtime.logs import set_request_id
 from quire.tracing import Tracer
@@ -56,6 +56,7 @@ MAX_PREPARED = 4096
 requests, but a call submits none before all are valid."""
 _RETRY_AFTER_MS = 1000
 _PIN_TIMEOUT_S = 10.0
+_GENERATES = "generates text", "gives no embeddings"
 
 
 class Preparations:
@@ -189,6 +190,7 @@ class Generator:
                 limits = await self.limits()
                 turns = Turns()
                 call.check(options, limits, self.adapters.visible(caller, options.model))
+                self._check_kind(options)
                 adapter = self.adapters.resolve(options.model)
                 await turns.pause()
                 priority = caller.priority_of(options.priority, options.priority_sign)
@@ -225,6 +227,17 @@ class Generator:
                 self._detach(live)
                 if options.retain_ms is not None and live.is_completed and not options.cache_salt:
                     self._retain(live, options.retain_ms)
+
+    def _check_kind(self, options: RequestOptions) -> None:
+        """Raises Unimplemented for a vector of a model that generates text, and the other way round."""
+        gives_vectors = self.model.embedding is not None
+        if options.gives_vector == gives_vectors:
+            return
+        does, lacks = ("gives embeddings", "generates no text") if gives_vectors else _GENERATES
+        raise Unimplemented(
+            f'model "{self.model.name}" {does} and {lacks}; send this to a server with a model that does',
+            reason="WRONG_KIND_OF_MODEL",
+        )
 
     def _retain(self, live: LiveRequest, lifetime_ms: int) -> None:
         """Pins prompt and first answer at the replica that has their blocks. A hint: nothing happens if the key may

@@ -9,6 +9,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 
@@ -150,11 +151,20 @@ async def _encoded(options: RequestOptions, model: ServedModel, limits: Limits) 
         encoded = await _encoded_chat(options, options.prompt, model, limits)
     else:
         encoded = _Encoded(options, *await encode_prompt(options.prompt, model))
+    if options.cuts_text and len(encoded.token_ids) > limits.max_prompt_tokens:
+        return replace(encoded, token_ids=_cut(encoded.token_ids, limits.max_prompt_tokens, model))
     if (kept := options.truncate_prompt_tokens) is None:
         return encoded
     num_kept, token_ids = limits.max_prompt_tokens if kept == -1 else kept, encoded.token_ids
     token_ids = token_ids[:num_kept] if options.truncation_side == "right" else token_ids[-num_kept:]
     return replace(encoded, token_ids=token_ids)
+
+
+def _cut(token_ids: Sequence[int], length: int, model: ServedModel) -> list[int]:
+    """The first tokens, with the special tokens that the tokenizer has put behind the text."""
+    special = frozenset(model.tokenizer.special_tokens.values())
+    behind = list(takewhile(special.__contains__, reversed(token_ids)))[::-1][-(length - 1) :]
+    return [*token_ids[: length - len(behind)], *behind]
 
 
 async def _encoded_chat(options: RequestOptions, prompt: ChatPrompt, model: ServedModel, limits: Limits) -> _Encoded:

@@ -12,6 +12,7 @@ from gateway.text.chat import Chat, model_template, special_token_texts
 from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
 from quire.constraints.token_cache import has_large_tables
+from quire.model_files.embedding_files import EmbeddingFiles, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.service.compatibility import ModelFingerprint
 
@@ -30,6 +31,9 @@ class ServedModel:
     constraints: ConstraintChecker
     executor: FairExecutor
     """Runs long work of callers, such as tokenizing."""
+    embedding: EmbeddingFiles | None = None
+    """How the model makes vectors of texts; None if it generates text."""
+    vector_size: int = 0
 
     @classmethod
     def open(
@@ -79,4 +83,6 @@ class ServedModel:
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(trial, is_starting=is_early),
             executor=executor,
+            embedding=(files := EmbeddingFiles.of(directory)),
+            vector_size=0 if files is None else files.size(hidden_size_of(directory)),
         )

@@ -134,6 +134,14 @@ class EmbeddingFiles:
         return size
 
 
+def hidden_size_of(directory: ModelDirectory) -> int:
+    """The size of an encoder's hidden states; 768 where config.json does not say it, as in transformers."""
+    value = directory.config.get("hidden_size", 768)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{directory.path}: hidden_size is {value!r:.80}; expected an integer of at least 1")
+    return value
+
+
 def _read(path: Path) -> Any:
     """The parsed file; None if it does not exist. Raises ConfigurationError."""
     try:

@@ -23,6 +23,7 @@ from gateway.api.openai.answers import (
     DetokenizedText,
     Tokens,
 )
+from gateway.api.openai.embeddings import Embeddings, EmbeddingsBody, EmbeddingsCall
 from gateway.api.openai.schemas import (
     ChatBody,
     DetokenizeBody,
@@ -61,7 +62,7 @@ _TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
-_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_COMPLETIONS, _CHATS, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
@@ -218,6 +219,10 @@ def open_front(context: FrontContext) -> Front:
         body = _without_unread_switch(generator, rule, body)
         return ChatCall(body, body.model or model)
 
+    async def read_embeddings(data: bytes) -> EmbeddingsCall:
+        body = await parse(EmbeddingsBody, data, limits)
+        return EmbeddingsCall(body, body.model or model)
+
     async def answered(request: Request, read_call: CallReader, read_back: Callable[[LiveRequest], Call]) -> Response:
         if (last := last_event_id(request)) is not None:
             return resumed(generator, last, read_back, context.keep_alive_s, OPENAI)
@@ -231,6 +236,10 @@ def open_front(context: FrontContext) -> Front:
         """Answers a conversation."""
         return await answered(request, read_chat, ChatCall.read_back)
 
+    async def embeddings(request: Request) -> Response:
+        """The vectors of texts."""
+        return respond(generator, await read_embeddings(await read_body(request, limits)), context.keep_alive_s)
+
     return Front(
         routes=[
             ApiRoute(
@@ -242,10 +251,11 @@ def open_front(context: FrontContext) -> Front:
                 events=CompletionEvent,
             ),
             ApiRoute(_CHATS, chat_completions, method="POST", body=ChatBody, answer=ChatCompletion, events=ChatEvent),
+            ApiRoute(_EMBEDDINGS, embeddings, method="POST", body=EmbeddingsBody, answer=Embeddings),
             *_text_routes(generator, limits),
             *_refused_routes(model),
         ],
-        call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion},
+        call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion, _EMBEDDINGS: read_embeddings},
     )
 
 
@@ -279,7 +289,7 @@ def _refused_routes(model: str) -> list[ApiRoute]:
         refuse.__doc__ = f"Refused: the model gives no {what}."
         return ApiRoute(path, refuse, method="POST", refuses=True)
 
-    kinds = {"embeddings": "embeddings", "rerank": "scores of documents", "score": "scores of texts"}
+    kinds = {"rerank": "scores of documents", "score": "scores of texts"}
     return [route(f"/v1/{path}", what) for path, what in kinds.items()]
 
 
