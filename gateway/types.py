@@ -134,7 +134,7 @@ class RequestOptions:
     def is_truncated(self) -> bool:
         """Whether a prompt that is too long is truncated."""
         drops_turns = isinstance(self.prompt, ChatPrompt) and self.prompt.drops_turns
-        return drops_turns or self.truncate_prompt_tokens is not None
+        return drops_turns or self.truncate_prompt_tokens is not None or self.cuts_text
 
     def asked(self, path: str) -> Any:
         """The value that the caller wrote for a field, for example of "sampling.top_p"; None if it is absent."""

@@ -16,6 +16,7 @@ from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
+from quire.model_files.architectures import ENCODERS
 from quire.model_files.embedding_files import EmbeddingFiles
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.model_files.model_source import resolve_model
@@ -135,7 +136,7 @@ def log_what_is_not_served(directory: ModelDirectory) -> None:
     """Warns of a model that is made for more than texts, or for something else."""
     if directory.whole is not None:
         _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
-    if (directory.path / EMBEDDING_MODULES).is_file():
+    if directory.architecture not in ENCODERS and (directory.path / EMBEDDING_MODULES).is_file():
         _logger.warning(
             "%s has %s, as models of embeddings have: Quire generates text with it and gives no embeddings",
             directory.path,

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire.client import AsyncClient, GenerationOptions
 from quire.model_files.progress import STARTING, LoadProgress
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable
+from quire.rpc.errors import QuireError, ResourceExhausted, Unavailable, Unimplemented
 
 _ONE_TOKEN = GenerationOptions(max_tokens=1, temperature=0.0)
 _CANARY_RETRY_S = 0.05
@@ -68,6 +68,11 @@ async def _send_until_it_succeeds(client: AsyncClient, address: str) -> None:
             return
         except (Unavailable, ResourceExhausted):
             await asyncio.sleep(_CANARY_RETRY_S)
+        except Unimplemented as error:
+            # The model gives vectors of texts. A gateway says so once it knows a scheduler whose workers are loaded.
+            if error.reason != "WRONG_KIND_OF_MODEL":
+                raise
+            return
 
 
 async def _wait_until_healthy(address: str) -> None:

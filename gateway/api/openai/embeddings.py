@@ -12,8 +12,8 @@ from typing_extensions import TypedDict
 from gateway.api import field_rule
 from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Unread
-from gateway.api.fields import ListOf, Names
-from gateway.api.generation_fields import Body
+from gateway.api.fields import Names
+from gateway.api.generation_fields import Body, ListOf
 from gateway.api.respond import Call
 from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest

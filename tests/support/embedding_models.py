@@ -1,0 +1,111 @@
+"""Tiny models of embeddings with random weights, as sentence-transformers saves them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+import transformers
+from safetensors.torch import save_file
+
+WORDS = [
+    "the",
+    "a",
+    "of",
+    "in",
+    "to",
+    "cat",
+    "dog",
+    "sat",
+    "ran",
+    "on",
+    "mat",
+    "hat",
+    "big",
+    "small",
+    "red",
+    "blue",
+    "once",
+    "upon",
+    "time",
+    "there",
+    "was",
+]
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+FAMILIES = {
+    "bert": transformers.BertConfig,
+    "roberta": transformers.RobertaConfig,
+    "xlm-roberta": transformers.XLMRobertaConfig,
+    "camembert": transformers.CamembertConfig,
+}
+
+
+def make_embedding_model(
+    path: Path,
+    family: str = "bert",
+    *,
+    modules: Sequence[tuple[str, Mapping[str, Any]]] | None = (("Pooling", {"pooling_mode_mean_tokens": True}),),
+    settings: Mapping[str, Any] | None = None,
+    max_seq_length: int | None = 32,
+    max_positions: int = 64,
+) -> Path:
+    """Writes a model.
+
+    Args:
+        modules: after the encoder, each with its config.json; None writes no modules.json.
+        settings: config_sentence_transformers.json.
+    """
+    torch.manual_seed(len(family))
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = [*_SPECIAL, *WORDS, *letters, *(f"##{letter}" for letter in letters)]
+    config = FAMILIES[family](vocab_size=len(pieces), max_position_embeddings=max_positions, **_SIZES, pad_token_id=0)
+    encoder = transformers.AutoModel.from_config(config)
+    for parameter in encoder.parameters():
+        parameter.data.normal_(0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    encoder.save_pretrained(path)
+    model = tokenizers.models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", None, ends)
+    # As published models have them; neither may have an effect on a vector.
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_positions, **dict(zip(names, _SPECIAL, strict=True))
+    ).save_pretrained(path)
+    if modules is not None:
+        _write_modules(path, modules, _SIZES["hidden_size"])
+        length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
+        _write(path / "sentence_bert_config.json", {**length, "do_lower_case": False})
+    if settings is not None:
+        _write(path / "config_sentence_transformers.json", settings)
+    return path
+
+
+def _write_modules(path: Path, modules: Sequence[tuple[str, Mapping[str, Any]]], size: int) -> None:
+    listed = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    for number, (kind, config) in enumerate(modules, 1):
+        folder = f"{number}_{kind}"
+        (path / folder).mkdir()
+        if kind == "Pooling":
+            config = {"word_embedding_dimension": size, **config}
+        if config:
+            _write(path / folder / "config.json", config)
+        if kind == "Dense":
+            tensors = {"linear.weight": torch.randn(config["out_features"], config["in_features"]) / 4}
+            if config["bias"]:
+                tensors["linear.bias"] = torch.randn(config["out_features"])
+            save_file(tensors, path / folder / "model.safetensors")
+        type_name = f"sentence_transformers.models.{kind}"
+        listed.append({"idx": number, "name": str(number), "path": folder, "type": type_name})
+    _write(path / "modules.json", listed)
+
+
+def _write(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")

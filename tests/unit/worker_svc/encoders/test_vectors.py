@@ -1,0 +1,106 @@
+"""Vectors of encoders are those that sentence-transformers makes of the same files."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+
+from gateway.offload import FairExecutor
+from gateway.text.tokenizer import Tokenizer
+from kernels.packed_weight import Quantization
+from quire.model_files.embedding_files import EmbeddingFiles
+from quire.model_files.model_directory import ModelDirectory
+from quire.runtime.settings import ConfigurationError
+from tests.support.embedding_models import FAMILIES, make_embedding_model
+from worker_svc.encoders.bert import PackedTexts
+from worker_svc.encoders.loading import load_encoder
+from worker_svc.encoders.pooling import TextVectors
+from worker_svc.parallel.ranks import ALONE
+from worker_svc.weights import Placement
+
+Modules = Sequence[tuple[str, Mapping[str, Any]]]
+
+TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
+MEAN: Modules = (("Pooling", {"pooling_mode_mean_tokens": True}),)
+DENSE = {"in_features": 96, "out_features": 20, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
+VARIANTS: dict[str, Modules | None] = {
+    "first token": (("Pooling", {"pooling_mode_cls_token": True}), ("Normalize", {})),
+    "largest": (("Pooling", {"pooling_mode_max_tokens": True}),),
+    "root of the length": (("Pooling", {"pooling_mode_mean_sqrt_len_tokens": True}),),
+    "weighted by place": (("Pooling", {"pooling_mode_weightedmean_tokens": True}), ("Normalize", {})),
+    "last token": (("Pooling", {"pooling_mode": "lasttoken"}),),
+    "two, as newer files name them": (("Pooling", {"pooling_mode": ["max", "cls"]}), ("Dense", DENSE)),
+    "all of the older flags": (
+        ("Pooling", {f"pooling_mode_{each}": True for each in ("mean_tokens", "cls_token")}),
+        ("Dense", DENSE | {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}),
+        ("Normalize", {}),
+    ),
+    "no modules": None,
+}
+
+
+def vectors_of(path: Path, dtype: torch.dtype, texts: Sequence[str] = TEXTS) -> torch.Tensor:
+    """[texts, size] by Quire's encoder."""
+    directory = ModelDirectory.open(path)
+    files = EmbeddingFiles.of(directory)
+    assert files is not None
+    tokenizer = Tokenizer.open(directory, FairExecutor(1))
+
+    async def encode() -> list[list[int]]:
+        return [await tokenizer.encode(text, add_special_tokens=True) for text in texts]
+
+    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())])
+    encoder = load_encoder(directory, Placement(torch.device("cpu"), dtype, ALONE, Quantization.NONE, None))
+    vectors = TextVectors(files, encoder.hidden_size)
+    with torch.inference_mode():
+        return vectors(encoder(packed), packed.lengths)
+
+
+def check(path: Path) -> None:
+    truth = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS), convert_to_tensor=True)
+    exact = vectors_of(path, torch.float32)
+    torch.testing.assert_close(exact, truth, rtol=1e-4, atol=1e-5)
+    rounded = vectors_of(path, torch.bfloat16)
+    assert torch.cosine_similarity(rounded, truth).min() > 0.999
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    check(make_embedding_model(tmp_path, family, modules=MEAN))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
+    check(make_embedding_model(tmp_path, modules=VARIANTS[name]))
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ((("WordWeights", {}),), "has a module of the type WordWeights, which is not supported; supported are"),
+        ((("Normalize", {}),), "has no Pooling directly behind the Transformer"),
+        ((("Pooling", {"pooling_mode": "sum"}),), r"the pooling mode \['sum'\] is not supported; supported are cls, "),
+        (
+            (*MEAN, ("Dense", DENSE)),
+            "in_features is 96, and the module before it gives 48 numbers",
+        ),
+        (
+            (*MEAN, ("Dense", DENSE | {"in_features": 48, "activation_function": "os.system"})),
+            "activation_function is 'os.system'; supported are Identity, Tanh",
+        ),
+    ],
+)
+def test_modules_that_are_not_supported_are_refused_by_name(modules: Modules, message: str, tmp_path: Path) -> None:
+    directory = ModelDirectory.open(make_embedding_model(tmp_path, modules=modules))
+
+    def read() -> None:
+        files = EmbeddingFiles.of(directory)
+        assert files is not None
+        files.size(48)
+
+    with pytest.raises(ConfigurationError, match=message):
+        read()
