@@ -17,7 +17,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from gateway.request.body_memory import count_memory
-from gateway.request.limits import MAX_PROMPTS, MAX_TOOLS
+from gateway.request.limits import MAX_PROMPTS, MAX_TEXTS, MAX_TOOLS
 from quire.constraints.program import MAX_CHOICES
 from quire.rpc.errors import InvalidArgument, invalid_field
 
@@ -49,7 +49,7 @@ MAX_NUMBERS = 1 << 20
 """The maximum number of all values of a body, which may be token ids."""
 _CONVERSATIONS = frozenset({"input", "messages"})
 # Lists of numbers that may have MAX_NUMBERS: the tokens of a prompt, or of the whole vocabulary.
-_TOKENS = frozenset({"allowed_token_ids", "ids", "prompt", "stop_token_ids", "token_ids", "tokens"})
+_TOKENS = frozenset({"allowed_token_ids", "ids", "input", "prompt", "stop_token_ids", "token_ids", "tokens"})
 _VALUES_OF_A_MESSAGE = 8
 _MAX_PATH = 256
 _CONTAINERS_PER_STEP = 512
@@ -88,7 +88,10 @@ class EntryLimits:
 
     def max_entries(self, name: str) -> int:
         """The maximum number of entries of the lists and maps with a name."""
-        return self.max_messages if name in _CONVERSATIONS else MAX_ENTRIES.get(name, DEFAULT_MAX_ENTRIES)
+        if name in _CONVERSATIONS:
+            # A list of texts for embeddings has the name of a conversation of another API.
+            return max(self.max_messages, MAX_TEXTS) if name == "input" else self.max_messages
+        return MAX_ENTRIES.get(name, DEFAULT_MAX_ENTRIES)
 
 
 NO_MESSAGES = EntryLimits(max_messages=0)

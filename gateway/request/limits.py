@@ -21,6 +21,8 @@ MAX_TOOLS = 128
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
 """The maximum size of the parameters of one tool."""
 # The maximum number of prompts of a call. Each becomes a request, and a body within the size limit could hold millions.
+MAX_TEXTS = 2048
+"""The maximum number of texts in a call for embeddings, as in OpenAI's API."""
 MAX_PROMPTS = 1024
 # The limit for all sequences of a call together, since each of them is searched for all stop strings.
 MAX_CALL_STOP_BYTES = 4 * 1024 * 1024

@@ -1,0 +1,109 @@
+"""Embeddings of a server, by the clients that people have, while its worker is killed too."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError
+from sentence_transformers import SentenceTransformer
+
+from tests.support.embedding_models import make_embedding_model
+from tests.support.scheduler_process import until
+from tests.support.serving import Served, serving
+
+TEXTS = ["the cat sat on the mat", "a", "once upon a time there was a small blue dog", "big red hat"]
+LONG = "the cat " * 40
+MODULES = (
+    ("Pooling", {"pooling_mode_mean_tokens": True}),
+    ("Dense", {"in_features": 48, "out_features": 24, "bias": True, "activation_function": "torch.nn.Tanh"}),
+    ("Normalize", {}),
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    settings = {"prompts": {"query": "a cat: "}, "default_prompt_name": None}
+    return make_embedding_model(tmp_path_factory.mktemp("models") / "tiny", modules=MODULES, settings=settings)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embedder(directory: Path) -> AsyncIterator[Served]:
+    async with serving(model=str(directory), dtype="float32") as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(embedder: Served) -> AsyncIterator[AsyncOpenAI]:
+    url = f"http://{embedder.server.http_address}/v1"
+    async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as running:
+        yield running
+
+
+async def ask(client: AsyncOpenAI, texts: list[str] | list[list[int]] | str, **fields) -> np.ndarray:
+    answer = await client.embeddings.create(model="tiny", input=texts, **fields)
+    assert [each.index for each in answer.data] == list(range(len(answer.data)))
+    return np.array([each.embedding for each in answer.data], np.float32)
+
+
+async def test_vectors_are_those_of_sentence_transformers(client: AsyncOpenAI, directory: Path) -> None:
+    truth = SentenceTransformer(str(directory), device="cpu")
+    expected = truth.encode(TEXTS)
+    # The client asks for base64 unless it is told otherwise.
+    found = await ask(client, TEXTS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_array_equal(await ask(client, TEXTS, encoding_format="float"), found)
+    np.testing.assert_allclose(await ask(client, TEXTS[1]), expected[1:2], atol=1e-5)
+    query = await ask(client, TEXTS, extra_body={"prompt_name": "query"})
+    np.testing.assert_allclose(query, truth.encode(TEXTS, prompt_name="query"), atol=1e-5)
+    cut = await ask(client, LONG, extra_body={"truncate": True})
+    np.testing.assert_allclose(cut, truth.encode([LONG]), atol=1e-5)
+    short = await ask(client, TEXTS, dimensions=5)
+    np.testing.assert_allclose(short, truth.encode(TEXTS, truncate_dim=5, normalize_embeddings=True), atol=1e-5)
+    ids = truth.tokenizer(TEXTS, padding=False)["input_ids"]
+    np.testing.assert_array_equal(await ask(client, ids), found)
+    answer = await client.embeddings.create(model="tiny", input=TEXTS)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, ids))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "message"),
+    [
+        ({"input": []}, "invalid_argument", "input is empty"),
+        ({"input": [TEXTS[0]] * 2049}, "invalid_argument", "input has 2,049 entries; the max is 2,048"),
+        ({"input": [TEXTS[0], LONG]}, "context_length_exceeded", r"input\[1\] has"),
+        ({"input": "a", "dimensions": 25}, "invalid_argument", "vectors of this model have 24 numbers: use 1 to 24"),
+        ({"input": [[999]]}, "invalid_argument", r"input\[0\]\.ids\[0\] is 999"),
+        ({"input": "a", "extra_body": {"prompt_name": "no"}}, "invalid_argument", "the model has the prompts query"),
+    ],
+)
+async def test_what_has_no_vector_is_refused(client: AsyncOpenAI, fields: dict, code: str, message: str) -> None:
+    with pytest.raises(BadRequestError, match=message) as caught:
+        await client.embeddings.create(model="tiny", **fields)
+    assert caught.value.code == code
+
+
+async def test_a_model_of_embeddings_generates_no_text(client: AsyncOpenAI, openai_client: AsyncOpenAI) -> None:
+    with pytest.raises(BadRequestError, match="gives embeddings and generates no text") as caught:
+        await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
+    assert caught.value.code == "wrong_kind_of_model"
+    with pytest.raises(BadRequestError, match="generates text and gives no embeddings") as caught:
+        await openai_client.embeddings.create(model="quire-tiny", input="a")
+    assert caught.value.code == "wrong_kind_of_model"
+
+
+async def test_vectors_of_many_texts_survive_a_kill_of_the_worker(embedder: Served, client: AsyncOpenAI) -> None:
+    texts = [f"{TEXTS[number % 4]} {'dog ' * (number % 17)}" for number in range(600)]
+    expected = await ask(client, texts)
+    killed = asyncio.create_task(ask(client, texts))
+
+    async def is_computing() -> bool:
+        return await embedder.num_live() > 0
+
+    await until(is_computing)
+    os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
+    np.testing.assert_allclose(await killed, expected, atol=1e-5)
