@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling
 from quire.runtime.settings import ConfigurationError
+from worker_svc.layers.products import make_product
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -71,18 +72,21 @@ class TextVectors(nn.Module):
         super().__init__()
         self._modules_of = files.modules
         self.size = files.size(hidden_size)
-        self._weights = [_dense_weights(each) if isinstance(each, Dense) else None for each in files.modules]
+        # Products of ours, whose bits do not depend on the other texts.
+        self._products = [
+            make_product(*_dense_weights(each)) if isinstance(each, Dense) else None for each in files.modules
+        ]
 
     def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """hidden [T, hidden] of the tokens of texts with these lengths -> [texts, size] float32."""
         x = hidden
-        for module, weights in zip(self._modules_of, self._weights, strict=True):
+        for module, product in zip(self._modules_of, self._products, strict=True):
             match module:
                 case Pooling(modes):
                     x = pool(modes, x, lengths)
                 case Dense():
-                    assert weights is not None
-                    x = _ACTIVATIONS[module.activation](functional.linear(x, *weights))
+                    assert product is not None
+                    x = _ACTIVATIONS[module.activation](product(x))
                 case Normalize():
                     x = functional.normalize(x, dim=1)
         return x

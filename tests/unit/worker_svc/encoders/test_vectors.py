@@ -78,6 +78,14 @@ def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     check(make_embedding_model(tmp_path, modules=VARIANTS[name]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path, modules=(*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {})))
+    together = vectors_of(path, dtype, TEXTS * 3)
+    alone = torch.cat([vectors_of(path, dtype, [text]) for text in TEXTS])
+    assert torch.equal(together, alone.repeat(3, 1))
+
+
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
