@@ -99,7 +99,7 @@ def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"cannot read {file}: {error!s:.200}") from error
-    expected = {"linear.weight": (module.out_features, module.in_features)}
+    expected: dict[str, tuple[int, ...]] = {"linear.weight": (module.out_features, module.in_features)}
     if module.has_bias:
         expected["linear.bias"] = (module.out_features,)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

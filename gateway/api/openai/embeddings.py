@@ -133,8 +133,8 @@ def vector_of(end: Finished, dimensions: int | None = None) -> NDArray[np.float3
     if dimensions is None or dimensions == len(vector):
         return vector
     vector = vector[:dimensions]
-    length = np.linalg.norm(vector)
-    return vector / length if length > 0 else vector
+    length = np.float32(np.linalg.norm(vector))
+    return (vector / length).astype(np.float32) if length > 0 else vector
 
 
 class EmbeddingsShaper:
