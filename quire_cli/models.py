@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.model_files.architectures import ENCODERS
 from quire.model_files.gguf_header import SUFFIX, GgufHeader, part_names
-from quire.model_files.model_directory import ModelDirectory, is_gguf, weight_files
+from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory, is_gguf, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import of_bytes
 from quire.model_files.state_sizes import state_sizes
@@ -123,7 +124,8 @@ def _found(directories: Sequence[Path]) -> Iterator[tuple[str, Path]]:
 def _models_below(directory: Path) -> Iterator[Path]:
     for path in sorted(path for path in directory.rglob("*") if path.name == "config.json" or path.suffix == SUFFIX):
         if path.name == "config.json":
-            if any(path.parent.glob("*.safetensors")):
+            is_module = (path.parent.parent / EMBEDDING_MODULES).is_file()
+            if any(path.parent.glob("*.safetensors")) and not is_module:
                 yield path.parent
         elif part_names(path.name)[0] == path.name:
             yield path
@@ -134,7 +136,7 @@ def _read(name: str, path: Path) -> _Model:
         described, files = ModelDirectory.open(path), weight_files(path)
         format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
         size = sum(file.stat().st_size for file in files)
-        kv_bytes = _kv_bytes(described)
+        kv_bytes = None if described.architecture in ENCODERS else _kv_bytes(described)
         of_states = state_sizes(described.architecture, described.config)
         state_bytes = None if of_states is None else of_states.num_bytes
         return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes, state_bytes)
