@@ -1,4 +1,4 @@
-"""Vectors of encoders are those that sentence-transformers makes of the same files."""
+"""Vectors of encoders are equal to what sentence-transformers makes of the same files."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
