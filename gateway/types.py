@@ -68,6 +68,16 @@ class ChatPrompt:
     drops_turns: bool = False
 
 
+class ModelKind(Enum):
+    """What a model gives: the value is how errors say it."""
+
+    TEXT = "generates text"
+    VECTORS = "gives embeddings"
+    """The vector of a prompt."""
+    SCORES = "ranks documents"
+    """The score of a prompt that is a pair of texts."""
+
+
 class Clamp(Enum):
     """Whether a max_tokens beyond the rest of the context is reduced to it, or rejected."""
 
@@ -123,8 +133,8 @@ class RequestOptions:
     front_end: bytes = b""
     """As in GenerationRequest, and so is the next field."""
     is_steady: bool = False
-    gives_vector: bool = False
-    """The answer is the vector of the prompt, which only models of embeddings have."""
+    kind: ModelKind = ModelKind.TEXT
+    """What the answer is."""
     cuts_text: bool = False
     """A text that is too long is cut at its end; the special tokens behind it are kept."""
     continue_from: Sequence[HeldSequence] = ()

@@ -17,7 +17,7 @@ from kernels.packed_weight import Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
 from quire.model_files.architectures import ENCODERS
-from quire.model_files.embedding_files import EmbeddingFiles
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import (
@@ -92,7 +92,7 @@ def build_worker(
     log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
-    if (files := EmbeddingFiles.of(directory)) is not None:
+    if (files := EmbeddingFiles.of(directory) or RankingFiles.of(directory)) is not None:
         worker = make_encoder_worker(
             directory, files, settings, device_loop, device=device, dtype=dtype, ranks=ranks, report=report
         )

@@ -103,6 +103,7 @@ _GENERATION = Unread(
     generates=True,
 )
 EMBEDDINGS = Unread(frozenset({*_LABELS, *_SERVING}), {"input_type": ()}, {"input_type": "; use prompt_name"})
+RANKING = Unread(frozenset({*_LABELS, *_SERVING}), {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()})
 CHAT = _GENERATION.plus(suffix=("",))
 COMPLETION = _GENERATION.plus(
     # There is no chat template that could read it.

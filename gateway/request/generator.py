@@ -56,7 +56,6 @@ MAX_PREPARED = 4096
 requests, but a call submits none before all are valid."""
 _RETRY_AFTER_MS = 1000
 _PIN_TIMEOUT_S = 10.0
-_GENERATES = "generates text", "gives no embeddings"
 
 
 class Preparations:
@@ -229,15 +228,13 @@ class Generator:
                     self._retain(live, options.retain_ms)
 
     def _check_kind(self, options: RequestOptions) -> None:
-        """Raises Unimplemented for a vector of a model that generates text, and the other way round."""
-        gives_vectors = self.model.embedding is not None
-        if options.gives_vector == gives_vectors:
-            return
-        does, lacks = ("gives embeddings", "generates no text") if gives_vectors else _GENERATES
-        raise Unimplemented(
-            f'model "{self.model.name}" {does} and {lacks}; send this to a server with a model that does',
-            reason="WRONG_KIND_OF_MODEL",
-        )
+        """Raises Unimplemented if the model gives something else."""
+        if options.kind is not self.model.kind:
+            raise Unimplemented(
+                f'model "{self.model.name}" {self.model.kind.value}; send this to a server with a model that '
+                f"{options.kind.value}",
+                reason="WRONG_KIND_OF_MODEL",
+            )
 
     def _retain(self, live: LiveRequest, lifetime_ms: int) -> None:
         """Pins prompt and first answer at the replica that has their blocks. A hint: nothing happens if the key may

@@ -11,10 +11,18 @@ from gateway.request.generation_config import ModelDefaults, model_defaults
 from gateway.text.chat import Chat, model_template, special_token_texts
 from gateway.text.request_template import TemplateProcess
 from gateway.text.tokenizer import Tokenizer
+from gateway.types import ModelKind
 from quire.constraints.token_cache import has_large_tables
+from quire.model_files.architectures import ENCODERS, RANKERS
 from quire.model_files.embedding_files import EmbeddingFiles, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.service.compatibility import ModelFingerprint
+
+
+def _kind_of(directory: ModelDirectory) -> ModelKind:
+    if directory.architecture in ENCODERS:
+        return ModelKind.VECTORS
+    return ModelKind.SCORES if directory.architecture in RANKERS else ModelKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +39,9 @@ class ServedModel:
     constraints: ConstraintChecker
     executor: FairExecutor
     """Runs long work of callers, such as tokenizing."""
+    kind: ModelKind = ModelKind.TEXT
     embedding: EmbeddingFiles | None = None
-    """How the model makes vectors of texts; None if it generates text."""
+    """How the model makes vectors of texts, if that is its kind."""
     vector_size: int = 0
 
     @classmethod
@@ -83,6 +92,7 @@ class ServedModel:
             tokenizer_config=directory.tokenizer_config,
             constraints=ConstraintChecker(trial, is_starting=is_early),
             executor=executor,
+            kind=_kind_of(directory),
             embedding=(files := EmbeddingFiles.of(directory)),
             vector_size=0 if files is None else files.size(hidden_size_of(directory)),
         )

@@ -18,7 +18,7 @@ from gateway.request.limits import (
     Limits,
 )
 from gateway.request.violations import Violations, shortened, shown, utf8_size
-from gateway.types import MAX_ENTRIES, ChatPrompt, Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.types import MAX_ENTRIES, ChatPrompt, ModelKind, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import Constraint, EarlyStopping
 from quire.constraints.program import MAX_CONSTRAINT_BYTES
 from quire.rpc.errors import FieldViolation, InvalidArgument, QuireError
@@ -125,7 +125,7 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
     # A number out of range is left out of the sums: it may have thousands of digits.
     is_in_range = per_request <= limits.max_n
     # Texts of vectors take no memory of a pool, and their front end bounds them.
-    if is_in_range and count > limits.max_call_sequences and not request.gives_vector:
+    if is_in_range and count > limits.max_call_sequences and request.kind is ModelKind.TEXT:
         violations.add(
             field,
             f"is {per_request:,} for each of {num_requests:,} prompts, {count:,} sequences together; a call may have "

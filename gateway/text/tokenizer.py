@@ -107,6 +107,13 @@ class Tokenizer:
         size = len(text)
         return await self._executor.run(current_tenant(), size, self._encode_long, text, add_special_tokens)
 
+    async def encode_pair(self, text: str, second: str) -> list[int]:
+        """Token ids of two texts with the special tokens around them and between them."""
+        size = len(text) + len(second)
+        if size <= _INLINE_LENGTH:
+            return self._tokenizer.encode(text, second).ids
+        return await self._executor.run(current_tenant(), size, self._encode_long_pair, text, second)
+
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """Text of a few token ids; unknown ids have no text."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
@@ -203,6 +210,9 @@ class Tokenizer:
     def _decode_long(self, token_ids: Sequence[int], include_special_tokens: bool) -> str:
         (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
+
+    def _encode_long_pair(self, text: str, second: str) -> list[int]:
+        return self._tokenizer.encode_batch_fast([(text, second)])[0].ids
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -88,6 +88,13 @@ ENCODERS = {
     "CamembertModel": "camembert",
 }
 """Encoders, which give vectors of texts: model_type of config.json by architecture."""
+RANKERS = {
+    "BertForSequenceClassification": "bert",
+    "RobertaForSequenceClassification": "roberta",
+    "XLMRobertaForSequenceClassification": "xlm-roberta",
+    "CamembertForSequenceClassification": "camembert",
+}
+"""Encoders with a head that scores a pair of texts, by architecture."""
 _WKV, _LIGHTNING = "the WKV recurrence", "lightning attention"
 MISSING_PARTS = {
     "bailing_hybrid": "latent attention with a gate for each head",

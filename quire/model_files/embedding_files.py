@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ENCODERS
+from quire.model_files.architectures import ENCODERS, RANKERS
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.runtime.settings import ConfigurationError
 
@@ -29,6 +29,9 @@ _FLAGS = {
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?(\w+)")
 _SETTINGS, _PROMPTS = "config_sentence_transformers.json", "prompts"
+_TYPES = "token_type_ids"
+# What the tokenizers of transformers give a model, where tokenizer_config.json does not say it.
+_INPUTS = {name: [_TYPES] for name in ("BertTokenizer", "BertTokenizerFast")}
 _TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 
 
@@ -134,6 +137,40 @@ class EmbeddingFiles:
         return size
 
 
+@dataclass(frozen=True, slots=True)
+class RankingFiles:
+    """How an encoder with a head makes a score of a query and a document: `activation`, of `ACTIVATIONS`, of the head's
+    number.
+
+    Attributes:
+        max_tokens: maximum tokens of a pair, special tokens included; None: what the encoder has.
+        separator: the token after the query, if the encoder is told which text a token is of; otherwise None.
+    """
+
+    activation: str
+    max_tokens: int | None = None
+    separator: int | None = None
+
+    @classmethod
+    def of(cls, directory: ModelDirectory) -> Self | None:
+        """None for a model that scores no pairs. Raises ConfigurationError for a function that is not known."""
+        if directory.architecture not in RANKERS:
+            return None
+        settings = directory.config.get("sentence_transformers")
+        named = settings.get("activation_fn") if isinstance(settings, dict) else None
+        named = named or directory.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
+        longest = directory.tokenizer_config.get("model_max_length")
+        is_length = isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 1 << 20
+        inputs = directory.tokenizer_config.get("model_input_names")
+        if not isinstance(inputs, list):
+            inputs = _INPUTS.get(str(directory.tokenizer_config.get("tokenizer_class")), [])
+        return cls(
+            _activation(directory.path / "config.json", named),
+            longest if is_length else None,
+            directory.id_of_named("sep_token") if _TYPES in inputs else None,
+        )
+
+
 def hidden_size_of(directory: ModelDirectory) -> int:
     """The size of an encoder's hidden states; 768 where config.json does not say it, as in transformers."""
     value = directory.config.get("hidden_size", 768)
@@ -199,11 +236,16 @@ def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
             raise ConfigurationError(
                 f"{folder / 'config.json'}: {name} is {config[name]!r:.80}, which is not supported"
             )
-    named = _ACTIVATION.fullmatch(str(config.get("activation_function", "torch.nn.Tanh")))
+    activation = _activation(folder / "config.json", config.get("activation_function", "torch.nn.Tanh"))
+    in_features, out_features = map(int, sizes)  # type: ignore[arg-type]
+    return Dense(folder, in_features, out_features, config.get("bias") is not False, activation)
+
+
+def _activation(file: Path, value: object) -> str:
+    """The function of `ACTIVATIONS` with this name in torch."""
+    named = _ACTIVATION.fullmatch(str(value))
     if named is None or named[1] not in ACTIVATIONS:
         raise ConfigurationError(
-            f"{folder / 'config.json'}: activation_function is {config.get('activation_function')!r:.80}; supported "
-            f"are {', '.join(ACTIVATIONS)} of torch.nn"
+            f"{file}: the activation function is {value!r:.80}; supported are {', '.join(ACTIVATIONS)} of torch.nn"
         )
-    in_features, out_features = map(int, sizes)  # type: ignore[arg-type]
-    return Dense(folder, in_features, out_features, config.get("bias") is not False, named[1])
+    return named[1]

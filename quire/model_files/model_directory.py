@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, SUPPORTED_ARCHITECTURES
+from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, RANKERS, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_model import describe
@@ -191,10 +191,14 @@ class ModelDirectory:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a text: the configuration's, and the eos token of the tokenizer, which chat fine-tunes
         change only in the tokenizer's files."""
-        named = self.tokenizer_config.get("eos_token")
-        text = named.get("content") if isinstance(named, dict) else named
-        own = self._id_of(text) if isinstance(text, str) and self.gguf is None else None
+        own = self.id_of_named("eos_token") if self.gguf is None else None
         return tuple(dict.fromkeys((*self.configured_eos, *(() if own is None else (own,)))))
+
+    def id_of_named(self, name: str) -> int | None:
+        """The id of a token that tokenizer_config.json names, such as "eos_token"; None if the tokenizer has none."""
+        named = self.tokenizer_config.get(name)
+        text = named.get("content") if isinstance(named, dict) else named
+        return self._id_of(text) if isinstance(text, str) else None
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -397,6 +401,9 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
         if kind == of_type and (encoder in names or (path / EMBEDDING_MODULES).is_file()):
             return encoder, None
+    for ranker, of_type in RANKERS.items():
+        if kind == of_type and ranker in names and config.get("num_labels", len(config.get("id2label") or (0, 1))) == 1:
+            return ranker, None
     for known in (SUPPORTED_ARCHITECTURES.__contains__, lambda name: name.endswith(_LANGUAGE_MODEL_SUFFIXES)):
         if (found := next(filter(known, names), None)) is not None:
             return found, None

@@ -6,13 +6,14 @@ import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, BadRequestError
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
-from tests.support.embedding_models import make_embedding_model
+from tests.support.embedding_models import make_embedding_model, make_ranking_model
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
@@ -88,10 +89,10 @@ async def test_what_has_no_vector_is_refused(client: AsyncOpenAI, fields: dict, 
 
 
 async def test_a_model_of_embeddings_generates_no_text(client: AsyncOpenAI, openai_client: AsyncOpenAI) -> None:
-    with pytest.raises(BadRequestError, match="gives embeddings and generates no text") as caught:
+    with pytest.raises(BadRequestError, match="gives embeddings; send this to") as caught:
         await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])
     assert caught.value.code == "wrong_kind_of_model"
-    with pytest.raises(BadRequestError, match="generates text and gives no embeddings") as caught:
+    with pytest.raises(BadRequestError, match="generates text; send this to") as caught:
         await openai_client.embeddings.create(model="quire-tiny", input="a")
     assert caught.value.code == "wrong_kind_of_model"
 
@@ -107,3 +108,30 @@ async def test_vectors_of_many_texts_survive_a_kill_of_the_worker(embedder: Serv
     await until(is_computing)
     os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
     np.testing.assert_allclose(await killed, expected, atol=1e-5)
+
+
+async def test_documents_are_put_in_order_and_pairs_scored(tmp_path: Path) -> None:
+    make_ranking_model(tmp_path / "ranker", types=True)
+    truth = CrossEncoder(str(tmp_path / "ranker"), device="cpu")
+    expected = truth.predict([("a cat", text) for text in TEXTS])
+    async with serving(model=str(tmp_path / "ranker"), dtype="float32") as ranker:
+        async with httpx.AsyncClient(base_url=f"http://{ranker.server.http_address}", timeout=60) as client:
+            documents = [TEXTS[0], {"text": TEXTS[1]}, *TEXTS[2:]]
+            for path in ("/v1/rerank", "/v2/rerank"):
+                fields = {"query": "a cat", "documents": documents, "top_n": 3, "return_documents": True}
+                answer = (await client.post(path, json=fields)).json()
+                order = [each["index"] for each in answer["results"]]
+                assert order == np.argsort(-expected)[:3].tolist()
+                assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[index] for index in order]
+                scores = [each["relevance_score"] for each in answer["results"]]
+                np.testing.assert_allclose(scores, expected[order], atol=1e-5)
+            answer = (await client.post("/v1/score", json={"text_1": "a cat", "text_2": TEXTS})).json()
+            np.testing.assert_allclose([each["score"] for each in answer["data"]], expected, atol=1e-5)
+            answer = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": TEXTS})
+            assert answer.json()["error"]["message"].startswith("text_1 has 2 texts, and text_2 4")
+            answer = await client.post("/v1/rerank", json={"query": "a", "documents": []})
+            assert answer.json()["error"]["message"].startswith("documents is empty")
+            answer = await client.post("/v1/rerank", json={"query": LONG, "documents": ["a"]})
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+            answer = await client.post("/v1/embeddings", json={"input": "a"})
+            assert "ranks documents; send this to a server with a model that gives" in answer.json()["error"]["message"]

@@ -34,6 +34,8 @@ WORDS = [
     "was",
 ]
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_PIECES = [*_SPECIAL, *WORDS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)]
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
 FAMILIES = {
     "bert": transformers.BertConfig,
@@ -58,27 +60,8 @@ def make_embedding_model(
         modules: after the encoder, each with its config.json; None writes no modules.json.
         settings: config_sentence_transformers.json.
     """
-    torch.manual_seed(len(family))
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    pieces = [*_SPECIAL, *WORDS, *letters, *(f"##{letter}" for letter in letters)]
-    config = FAMILIES[family](vocab_size=len(pieces), max_position_embeddings=max_positions, **_SIZES, pad_token_id=0)
-    encoder = transformers.AutoModel.from_config(config)
-    for parameter in encoder.parameters():
-        parameter.data.normal_(0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
-    encoder.save_pretrained(path)
-    model = tokenizers.models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(model)
-    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", None, ends)
-    # As published models have them; neither may have an effect on a vector.
-    tokenizer.enable_truncation(16)
-    tokenizer.enable_padding(length=16)
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=max_positions, **dict(zip(names, _SPECIAL, strict=True))
-    ).save_pretrained(path)
+    sizes = {"max_position_embeddings": max_positions, **_SIZES, "pad_token_id": 0}
+    _write_model(path, transformers.AutoModel, FAMILIES[family](vocab_size=len(_PIECES), **sizes), max_positions)
     if modules is not None:
         _write_modules(path, modules, _SIZES["hidden_size"])
         length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
@@ -86,6 +69,41 @@ def make_embedding_model(
     if settings is not None:
         _write(path / "config_sentence_transformers.json", settings)
     return path
+
+
+def make_ranking_model(path: Path, family: str = "bert", *, activation: str | None = None, types: bool = False) -> Path:
+    """Writes a cross-encoder, whose texts have at most 62 tokens. `activation` is the function of its scores; with
+    `types` it is told which text a token is of."""
+    config = FAMILIES[family](vocab_size=len(_PIECES), max_position_embeddings=64, **_SIZES, pad_token_id=0)
+    config.num_labels = 1
+    if activation is not None:
+        config.sentence_transformers = {"activation_fn": activation, "version": "6.2.0"}
+    inputs = ["input_ids", *(["token_type_ids"] if types else []), "attention_mask"]
+    _write_model(path, transformers.AutoModelForSequenceClassification, config, 62, model_input_names=inputs)
+    return path
+
+
+def _write_model(path: Path, kind: Any, config: transformers.PretrainedConfig, max_tokens: int, **fields) -> None:
+    torch.manual_seed(len(config.model_type))
+    encoder = kind.from_config(config)
+    for parameter in encoder.parameters():
+        parameter.data.normal_(0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+    encoder.save_pretrained(path)
+    model = tokenizers.models.WordPiece({piece: place for place, piece in enumerate(_PIECES)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends
+    )
+    # As published models have them; neither may have an effect on a vector.
+    tokenizer.enable_truncation(16)
+    tokenizer.enable_padding(length=16)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=max_tokens, **fields, **dict(zip(names, _SPECIAL, strict=True))
+    ).save_pretrained(path)
 
 
 def _write_modules(path: Path, modules: Sequence[tuple[str, Mapping[str, Any]]], size: int) -> None:

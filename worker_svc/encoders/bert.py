@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from quire.model_files.architectures import ENCODERS
+from quire.model_files.architectures import ENCODERS, RANKERS
 from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import Embedding, LayerNorm
@@ -75,17 +75,24 @@ class PackedTexts:
         token_ids: [T] int64.
         positions: [T] int64, the index of each token in its text.
         lengths: number of tokens of each text, at least 1.
+        types: [T] int64, 1 for tokens of the second text of a pair; None if all are 0.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     lengths: Sequence[int]
+    types: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, texts: Sequence[torch.Tensor]) -> "PackedTexts":
-        """From the token ids of each text, [n] int64."""
+    def of(cls, texts: Sequence[torch.Tensor], separator: int | None = None) -> "PackedTexts":
+        """From the token ids of each text, [n] int64, or of pairs whose first text ends with the first `separator`."""
         lengths = [len(each) for each in texts]
-        return cls(torch.cat(list(texts)), torch.cat([torch.arange(length) for length in lengths]), lengths)
+        types = None
+        if separator is not None:
+            ends = [(each == separator).int() for each in texts]
+            types = torch.cat([(end.cumsum(0) > end).long() for end in ends])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        return cls(torch.cat(list(texts)), positions, lengths, types)
 
 
 class BertLayer(nn.Module):
@@ -148,7 +155,7 @@ class BertEncoder(nn.Module):
         if placement.ranks.size > 1:
             raise ConfigurationError(f"{architecture} runs on one rank; --tensor-parallel-size must be 1")
         self.architecture, self.placement = architecture, placement
-        self._config = described = BertConfig.read(config, ENCODERS[architecture])
+        self._config = described = BertConfig.read(config, (ENCODERS | RANKERS)[architecture])
         self.hidden_size, self.max_tokens = described.hidden_size, described.max_tokens
         self.vocab_size = described.vocab_size
 
@@ -166,7 +173,7 @@ class BertEncoder(nn.Module):
     def forward(self, texts: PackedTexts) -> torch.Tensor:
         """Returns [T, hidden]."""
         x = self.words(texts.token_ids) + self.places(texts.positions + self._config.first_position)
-        x = self.norm(x + self.types(torch.zeros_like(texts.token_ids)))
+        x = self.norm(x + self.types(torch.zeros_like(texts.token_ids) if texts.types is None else texts.types))
         runs = runs_of(texts.lengths)
         for layer in self.layers:
             x = layer(x, runs)

@@ -6,7 +6,7 @@ import torch
 
 from kernels import ops
 from kernels.packed_weight import Quantization
-from quire.model_files.embedding_files import EmbeddingFiles
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.progress import READING, WARMING_UP, LoadProgress, Report, no_report
 from quire.runtime import clock
@@ -14,7 +14,7 @@ from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.encoders.bert import BertEncoder, PackedTexts
-from worker_svc.encoders.pooling import TextVectors
+from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.encoders.runner import EncoderRunner
 from worker_svc.layers.products import check_quantization
 from worker_svc.parallel.ranks import Ranks
@@ -30,13 +30,17 @@ _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 _logger = logging.getLogger(__name__)
 
 
-def load_encoder(directory: ModelDirectory, placement: Placement) -> BertEncoder:
-    """Raises ConfigurationError for a configuration that is not supported, and for tensors that are missing or have
-    another shape or dtype."""
+def load_encoder(directory: ModelDirectory, placement: Placement, head: PairScores | None = None) -> BertEncoder:
+    """Loads an encoder, and its head if it has one.
+
+    Raises:
+        ConfigurationError: a configuration that is not supported, or a tensor that is missing or has another shape or
+            dtype.
+    """
     encoder = BertEncoder(directory.architecture, directory.config, placement)
     checkpoint = Checkpoint.of_model(directory)
     checkpoint = checkpoint.with_tensors({_own_name(name): each for name, each in checkpoint.tensors.items()})
-    layers = [module for module in encoder.modules() if isinstance(module, Loadable)]
+    layers = [module for module in (*encoder.modules(), head) if isinstance(module, Loadable)]
     checkpoint.check(spec for layer in layers for spec in layer.tensors())
     for layer in layers:
         layer.load(checkpoint)
@@ -54,7 +58,7 @@ def _own_name(name: str) -> str:
 
 def make_encoder_worker(
     directory: ModelDirectory,
-    files: EmbeddingFiles,
+    files: EmbeddingFiles | RankingFiles,
     settings: WorkerSettings,
     device_loop: DeviceLoop,
     *,
@@ -69,8 +73,14 @@ def make_encoder_worker(
     quantization = Quantization(settings.quantization)
     check_quantization(quantization, device, dtype)
     report(LoadProgress(READING))
-    encoder = load_encoder(directory, Placement(device, dtype, ranks, quantization))
-    vectors = TextVectors(files, encoder.hidden_size)
+    placement, hidden_size, separator = Placement(device, dtype, ranks, quantization), hidden_size_of(directory), None
+    if isinstance(files, RankingFiles):
+        vectors = head = PairScores(files, directory.architecture, hidden_size)
+        encoder = load_encoder(directory, placement, head)
+        separator = files.separator
+    else:
+        vectors = TextVectors(files, hidden_size)
+        encoder = load_encoder(directory, placement)
     longest = min(encoder.max_tokens, files.max_tokens or encoder.max_tokens)
     if settings.max_model_len is not None and settings.max_model_len > longest + 1:
         raise ConfigurationError(
@@ -89,7 +99,9 @@ def make_encoder_worker(
     )
     # Nothing is kept of a text. The scheduler counts texts as blocks, each as long as the longest text, of no bytes.
     pool = PoolGeometry(max_model_len, 2 * limits.max_num_rows, 0, 0, 0, 0, geometry.dtype, 0)
-    runner = EncoderRunner(encoder, vectors, pool.num_gpu_blocks, max_tokens_at_once=limits.max_num_batched_tokens)
+    runner = EncoderRunner(
+        encoder, vectors, pool.num_gpu_blocks, max_tokens_at_once=limits.max_num_batched_tokens, separator=separator
+    )
     report(LoadProgress(WARMING_UP))
     with torch.inference_mode():
         encoder(PackedTexts.of([torch.zeros(min(longest, limits.max_num_batched_tokens), dtype=torch.int64)]))

@@ -1,6 +1,6 @@
 """From the hidden states of a text's tokens to its vector: the modules of `EmbeddingFiles`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from safetensors import SafetensorError
@@ -8,9 +8,11 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 
-from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling
+from quire.model_files.architectures import RANKERS
+from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling, RankingFiles
 from quire.runtime.settings import ConfigurationError
-from worker_svc.layers.products import make_product
+from worker_svc.layers.products import Product, make_product
+from worker_svc.weights import Loadable, TensorReader, TensorSpec
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -90,6 +92,45 @@ class TextVectors(nn.Module):
                 case Normalize():
                     x = functional.normalize(x, dim=1)
         return x
+
+
+class PairScores(Loadable):
+    """The head of a model that ranks, in float32: one number of each pair.
+
+    Attributes:
+        size: 1.
+    """
+
+    size = 1
+
+    def __init__(self, files: RankingFiles, architecture: str, hidden_size: int) -> None:
+        super().__init__()
+        self._activation = _ACTIVATIONS[files.activation]
+        first, second = _HEADS[RANKERS[architecture] == "bert"]
+        sizes = {first: (hidden_size, hidden_size), second: (1, hidden_size)}
+        self._specs = [
+            (TensorSpec(f"{name}.weight", size), TensorSpec(f"{name}.bias", size[:1])) for name, size in sizes.items()
+        ]
+        self._products: list[Product] = []
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        for pair in self._specs:
+            yield from pair
+
+    def load(self, tensors: TensorReader) -> None:
+        self._products = [
+            make_product(tensors.read(weight).float().clone(), tensors.read(bias).float().clone())
+            for weight, bias in self._specs
+        ]
+
+    def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """hidden [T, hidden] of the tokens of pairs with these lengths -> [pairs, 1] float32."""
+        first, second = self._products
+        return self._activation(second(torch.tanh(first(pool(["cls"], hidden, lengths)))))
+
+
+# The layers of a head of RoBERTa, and of BERT.
+_HEADS = ("classifier.dense", "classifier.out_proj"), ("pooler.dense", "classifier")
 
 
 def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ import torch
 from quire.runtime.failpoint import failpoint
 from worker_svc.device.seals import SealInventory
 from worker_svc.encoders.bert import BertEncoder, PackedTexts
-from worker_svc.encoders.pooling import TextVectors
+from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.step import AdmittedStep, RowChanges, RowVector, SealedBlocks, StepOutput, StepTimings
 from worker_svc.streams import Stopwatch
 
@@ -30,10 +30,19 @@ class EncoderRunner:
 
     is_asynchronous = False
 
-    def __init__(self, encoder: BertEncoder, vectors: TextVectors, num_blocks: int, *, max_tokens_at_once: int) -> None:
-        """Texts are computed together up to `max_tokens_at_once`; a longer one is computed by itself."""
+    def __init__(
+        self,
+        encoder: BertEncoder,
+        vectors: TextVectors | PairScores,
+        num_blocks: int,
+        *,
+        max_tokens_at_once: int,
+        separator: int | None = None,
+    ) -> None:
+        """Texts are computed together up to `max_tokens_at_once`; a longer one is computed by itself. `separator` is as
+        in `PackedTexts.of`."""
         self._encoder, self._vectors = encoder, vectors
-        self._max_tokens_at_once = max_tokens_at_once
+        self._max_tokens_at_once, self._separator = max_tokens_at_once, separator
         self._texts: dict[int, torch.Tensor] = {}
         self._seals = SealInventory(num_blocks)
 
@@ -82,7 +91,7 @@ class EncoderRunner:
         """The vectors of rows, [size] float32."""
         found: dict[int, np.ndarray] = {}
         for part in self._parts(sorted(rows, key=lambda row: len(self._texts[row]))):
-            texts = PackedTexts.of([self._texts[row] for row in part])
+            texts = PackedTexts.of([self._texts[row] for row in part], self._separator)
             vectors = self._vectors(self._encoder(texts), texts.lengths).numpy()
             found.update(zip(part, vectors, strict=True))
         return found

@@ -19,14 +19,30 @@ from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator, Result
 from gateway.request.violations import Violations
-from gateway.types import Prompt, RequestOptions, TextPrompt, TokenPrompt
+from gateway.types import ModelKind, Prompt, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters
 from quire.rpc.errors import Unavailable, invalid_field
 from quire.runtime import entropy
 
-# A vector takes one token, which has no meaning.
+# A vector or a score takes one token, which has no meaning.
 _ONE_TOKEN = StoppingParameters(max_tokens=1, ignore_eos=True)
 _GREEDY = SamplingParameters(temperature=0.0, seed=0)
+
+
+def vector_options(
+    kind: ModelKind, model: str | None, priority: int | None, *, truncate: bool | None
+) -> RequestOptions:
+    """A request for a vector or a score, without its prompt."""
+    return RequestOptions(
+        None,
+        model=model or None,
+        sampling=_GREEDY,
+        stopping=_ONE_TOKEN,
+        priority=priority,
+        priority_sign=-1,
+        kind=kind,
+        cuts_text=bool(truncate),
+    )
 
 
 class EmbeddingsBody(Body):
@@ -90,16 +106,7 @@ class EmbeddingsCall(Call):
             if body.prompt_name is not None and body.prompt_name not in files.prompts:
                 known = ", ".join(files.prompts) or "none"
                 raise invalid_field("prompt_name", f'is "{body.prompt_name:.80}"; the model has the prompts {known}')
-        options = RequestOptions(
-            None,
-            model=body.model or None,
-            sampling=_GREEDY,
-            stopping=_ONE_TOKEN,
-            priority=body.priority,
-            priority_sign=-1,
-            gives_vector=True,
-            cuts_text=bool(body.truncate),
-        )
+        options = vector_options(ModelKind.VECTORS, body.model, body.priority, truncate=body.truncate)
         name = body.prompt_name or (None if files is None else files.default_prompt)
         before = "" if files is None or name is None else files.prompts[name]
         return [dataclasses.replace(options, prompt=each) for each in _prompts(body, before)]

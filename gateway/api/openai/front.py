@@ -24,6 +24,7 @@ from gateway.api.openai.answers import (
     Tokens,
 )
 from gateway.api.openai.embeddings import Embeddings, EmbeddingsBody, EmbeddingsCall
+from gateway.api.openai.ranking import RerankBody, RerankCall, Reranked, ScoreBody, ScoreCall, Scores
 from gateway.api.openai.schemas import (
     ChatBody,
     DetokenizeBody,
@@ -48,7 +49,7 @@ from gateway.text.fill_in import fill_in_prompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
 from gateway.types import ChatPrompt, Prompt, RequestOptions, TextPrompt
-from quire.rpc.errors import NotFound, Unimplemented, invalid_field
+from quire.rpc.errors import NotFound, invalid_field
 from quire.runtime import clock, entropy
 
 BodyType = TypeVar("BodyType", bound=GenerationBody)
@@ -63,6 +64,7 @@ _NOT_SHOWN = frozenset(
     {"vocab_file", "merges_file", "tokenizer_file", "special_tokens_map_file", "name_or_path", "added_tokens"}
 )
 _COMPLETIONS, _CHATS, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+_RERANKS, _SCORES = ("/v1/rerank", "/v2/rerank", "/rerank"), "/v1/score"
 _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
@@ -240,6 +242,16 @@ def open_front(context: FrontContext) -> Front:
         """The vectors of texts."""
         return respond(generator, await read_embeddings(await read_body(request, limits)), context.keep_alive_s)
 
+    async def rerank(request: Request) -> Response:
+        """The order of documents for a query."""
+        body = await parse(RerankBody, await read_body(request, limits), limits)
+        return respond(generator, RerankCall(body, body.model or model), context.keep_alive_s)
+
+    async def score(request: Request) -> Response:
+        """The scores of pairs of texts."""
+        body = await parse(ScoreBody, await read_body(request, limits), limits)
+        return respond(generator, ScoreCall(body, body.model or model), context.keep_alive_s)
+
     return Front(
         routes=[
             ApiRoute(
@@ -253,7 +265,8 @@ def open_front(context: FrontContext) -> Front:
             ApiRoute(_CHATS, chat_completions, method="POST", body=ChatBody, answer=ChatCompletion, events=ChatEvent),
             ApiRoute(_EMBEDDINGS, embeddings, method="POST", body=EmbeddingsBody, answer=Embeddings),
             *_text_routes(generator, limits),
-            *_refused_routes(model),
+            *(ApiRoute(path, rerank, method="POST", body=RerankBody, answer=Reranked) for path in _RERANKS),
+            ApiRoute(_SCORES, score, method="POST", body=ScoreBody, answer=Scores),
         ],
         call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion, _EMBEDDINGS: read_embeddings},
     )
@@ -274,23 +287,6 @@ def _without_unread_switch(generator: Generator, rule: FieldRule, body: ChatBody
         return body
     rule.note(body.api, "enable_thinking")
     return body.model_copy(update={"enable_thinking": None})
-
-
-def _refused_routes(model: str) -> list[ApiRoute]:
-    """Routes for other kinds of models. Their error gives the reason why they are not served, unlike a 404."""
-
-    def route(path: str, what: str) -> ApiRoute:
-        async def refuse(request: Request) -> Response:
-            raise Unimplemented(
-                f'model "{model}" generates text and gives no {what}; send this to a server with a model that does',
-                reason="WRONG_KIND_OF_MODEL",
-            )
-
-        refuse.__doc__ = f"Refused: the model gives no {what}."
-        return ApiRoute(path, refuse, method="POST", refuses=True)
-
-    kinds = {"rerank": "scores of documents", "score": "scores of texts"}
-    return [route(f"/v1/{path}", what) for path, what in kinds.items()]
 
 
 def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:

@@ -349,9 +349,16 @@ async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call
     await rig.scheduler.until(lambda: not rig.scheduler.live)
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/v1/score"])
-async def test_what_a_model_that_generates_text_cannot_do_is_refused_with_the_reason(client, path):
-    response = await client.post(path, json={"model": "quire-tiny", "input": "hello"})
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": "hello"}),
+        ("/v1/rerank", {"query": "hello", "documents": ["a", {"text": "b"}]}),
+        ("/v1/score", {"text_1": "hello", "text_2": ["a", "b"]}),
+    ],
+)
+async def test_what_a_model_that_generates_text_cannot_do_is_refused_with_the_reason(client, path, body):
+    response = await client.post(path, json={"model": "quire-tiny", **body})
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (400, "invalid_request_error", "wrong_kind_of_model")
     assert 'model "quire-tiny" generates text' in error["message"]

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
+from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from kernels.packed_weight import Quantization
-from quire.model_files.embedding_files import EmbeddingFiles
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.embedding_models import FAMILIES, make_embedding_model
+from tests.support.embedding_models import FAMILIES, make_embedding_model, make_ranking_model
 from worker_svc.encoders.bert import PackedTexts
 from worker_svc.encoders.loading import load_encoder
-from worker_svc.encoders.pooling import TextVectors
+from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.parallel.ranks import ALONE
 from worker_svc.weights import Placement
 
@@ -86,6 +86,33 @@ def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, t
     assert torch.equal(together, alone.repeat(3, 1))
 
 
+PAIRS = [("a cat", text) for text in ("the cat sat on the mat", "a big red dog", "", "once upon a time")]
+
+
+@pytest.mark.parametrize(
+    ("family", "activation"),
+    [*((family, None) for family in FAMILIES), ("bert", "torch.nn.modules.linear.Identity")],
+)
+def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None, tmp_path: Path) -> None:
+    directory = ModelDirectory.open(
+        make_ranking_model(tmp_path, family, activation=activation, types=activation is not None)
+    )
+    files, tokenizer = RankingFiles.of(directory), Tokenizer.open(directory, FairExecutor(1))
+    assert files is not None
+
+    async def encode() -> list[list[int]]:
+        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
+
+    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
+    head = PairScores(files, directory.architecture, 48)
+    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
+    encoder = load_encoder(directory, placement, head)
+    with torch.inference_mode():
+        scores = head(encoder(packed), packed.lengths)[:, 0]
+    truth = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS, convert_to_tensor=True)
+    torch.testing.assert_close(scores, truth, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("modules", "message"),
     [
@@ -98,7 +125,7 @@ def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, t
         ),
         (
             (*MEAN, ("Dense", DENSE | {"in_features": 48, "activation_function": "os.system"})),
-            "activation_function is 'os.system'; supported are Identity, Tanh",
+            "the activation function is 'os.system'; supported are Identity, Tanh",
         ),
     ],
 )
