@@ -69,7 +69,7 @@ class ChatPrompt:
 
 
 class ModelKind(Enum):
-    """What a model gives: the value is how errors say it."""
+    """The kind of answers of a model; the value is how errors say it."""
 
     TEXT = "generates text"
     VECTORS = "gives embeddings"
@@ -134,7 +134,7 @@ class RequestOptions:
     """As in GenerationRequest, and so is the next field."""
     is_steady: bool = False
     kind: ModelKind = ModelKind.TEXT
-    """What the answer is."""
+    """The kind of the answer."""
     cuts_text: bool = False
     """A text that is too long is cut at its end; the special tokens behind it are kept."""
     continue_from: Sequence[HeldSequence] = ()

@@ -30,7 +30,7 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 _ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?(\w+)")
 _SETTINGS, _PROMPTS = "config_sentence_transformers.json", "prompts"
 _TYPES = "token_type_ids"
-# What the tokenizers of transformers give a model, where tokenizer_config.json does not say it.
+# The inputs that tokenizers of transformers give a model, if tokenizer_config.json does not list them.
 _INPUTS = {name: [_TYPES] for name in ("BertTokenizer", "BertTokenizerFast")}
 _TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 

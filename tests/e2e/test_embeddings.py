@@ -114,24 +114,26 @@ async def test_documents_are_put_in_order_and_pairs_scored(tmp_path: Path) -> No
     make_ranking_model(tmp_path / "ranker", types=True)
     truth = CrossEncoder(str(tmp_path / "ranker"), device="cpu")
     expected = truth.predict([("a cat", text) for text in TEXTS])
-    async with serving(model=str(tmp_path / "ranker"), dtype="float32") as ranker:
-        async with httpx.AsyncClient(base_url=f"http://{ranker.server.http_address}", timeout=60) as client:
-            documents = [TEXTS[0], {"text": TEXTS[1]}, *TEXTS[2:]]
-            for path in ("/v1/rerank", "/v2/rerank"):
-                fields = {"query": "a cat", "documents": documents, "top_n": 3, "return_documents": True}
-                answer = (await client.post(path, json=fields)).json()
-                order = [each["index"] for each in answer["results"]]
-                assert order == np.argsort(-expected)[:3].tolist()
-                assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[index] for index in order]
-                scores = [each["relevance_score"] for each in answer["results"]]
-                np.testing.assert_allclose(scores, expected[order], atol=1e-5)
-            answer = (await client.post("/v1/score", json={"text_1": "a cat", "text_2": TEXTS})).json()
-            np.testing.assert_allclose([each["score"] for each in answer["data"]], expected, atol=1e-5)
-            answer = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": TEXTS})
-            assert answer.json()["error"]["message"].startswith("text_1 has 2 texts, and text_2 4")
-            answer = await client.post("/v1/rerank", json={"query": "a", "documents": []})
-            assert answer.json()["error"]["message"].startswith("documents is empty")
-            answer = await client.post("/v1/rerank", json={"query": LONG, "documents": ["a"]})
-            assert answer.json()["error"]["code"] == "context_length_exceeded"
-            answer = await client.post("/v1/embeddings", json={"input": "a"})
-            assert "ranks documents; send this to a server with a model that gives" in answer.json()["error"]["message"]
+    async with (
+        serving(model=str(tmp_path / "ranker"), dtype="float32") as ranker,
+        httpx.AsyncClient(base_url=f"http://{ranker.server.http_address}", timeout=60) as client,
+    ):
+        documents = [TEXTS[0], {"text": TEXTS[1]}, *TEXTS[2:]]
+        for path in ("/v1/rerank", "/v2/rerank"):
+            fields = {"query": "a cat", "documents": documents, "top_n": 3, "return_documents": True}
+            answer = (await client.post(path, json=fields)).json()
+            order = [each["index"] for each in answer["results"]]
+            assert order == np.argsort(-expected)[:3].tolist()
+            assert [each["document"]["text"] for each in answer["results"]] == [TEXTS[index] for index in order]
+            scores = [each["relevance_score"] for each in answer["results"]]
+            np.testing.assert_allclose(scores, expected[order], atol=1e-5)
+        answer = (await client.post("/v1/score", json={"text_1": "a cat", "text_2": TEXTS})).json()
+        np.testing.assert_allclose([each["score"] for each in answer["data"]], expected, atol=1e-5)
+        answer = await client.post("/v1/score", json={"text_1": ["a", "b"], "text_2": TEXTS})
+        assert answer.json()["error"]["message"].startswith("text_1 has 2 texts, and text_2 4")
+        answer = await client.post("/v1/rerank", json={"query": "a", "documents": []})
+        assert answer.json()["error"]["message"].startswith("documents is empty")
+        answer = await client.post("/v1/rerank", json={"query": LONG, "documents": ["a"]})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        answer = await client.post("/v1/embeddings", json={"input": "a"})
+        assert "ranks documents; send this to a server with a model that gives" in answer.json()["error"]["message"]
