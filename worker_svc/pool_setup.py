@@ -177,6 +177,12 @@ def make_pool(
     shape = pool_geometry(model, request, available, draft_model)
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
+    if num_gpu_blocks <= 2 * of_state:
+        raise ConfigurationError(
+            f"the KV pool has {num_gpu_blocks} blocks; a sequence of {model.architecture} needs room for two states of "
+            f"{of_state} blocks and for its tokens, so there must be at least {2 * of_state + 1}: raise "
+            "--num-gpu-blocks or --kv-cache-memory"
+        )
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
     pool = allocate_pool(
         shape,

@@ -311,3 +311,20 @@ def test_what_is_not_served_with_states_is_refused(tmp_path: Path) -> None:
         ConfigurationError, match="keep states of sequences, and there is a --draft-model, leave it out"
     ):
         choose_cut(model, 512, load(), draft_model)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--max-num-seqs=7", "--max-num-batched-tokens=8"),
+            r"--max-num-batched-tokens is 8; .* at least --max-num-seqs \+ 2 \(9\): raise it, or lower --max-num-seqs",
+        ),
+        (("--num-gpu-blocks=12",), r"the KV pool has 12 blocks; .* two states of 6 blocks .* at least 13: raise"),
+    ],
+)
+def test_sizes_that_no_scheduler_can_use_with_states_are_refused(
+    flags: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_worker(make_with_states(tmp_path), load(*flags), DeviceLoop())
