@@ -248,7 +248,7 @@ class FakeDevice:
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """Blocks that a later scheduler would adopt: block -> the hash that it is sealed under."""
     short_lived: set[int] = field(default_factory=set)
-    """Those of the sealed blocks that are not kept on disk."""
+    """Sealed blocks that are not kept on disk."""
     contexts: Contexts = field(default_factory=Contexts)
     adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The digest of the adapter that is loaded, by slot."""
