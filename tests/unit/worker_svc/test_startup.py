@@ -24,7 +24,7 @@ from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.pool_setup import choose_cut, kv_namespace, requested_pool_dtype
+from worker_svc.pool_setup import kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
@@ -303,14 +303,6 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     # The blocks that two sequences of 512 tokens need, each with its state and a checkpoint.
     assert info.pool.num_gpu_blocks == 2 * (512 // 4 + 2 * info.pool.state_blocks)
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
-
-
-def test_what_is_not_served_with_states_is_refused(tmp_path: Path) -> None:
-    model, draft_model = make_with_states(tmp_path), TinyCausalLM()
-    with pytest.raises(
-        ConfigurationError, match="keep states of sequences, and there is a --draft-model, leave it out"
-    ):
-        choose_cut(model, 512, load(), draft_model)
 
 
 @pytest.mark.parametrize(
