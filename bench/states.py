@@ -371,7 +371,7 @@ def _disk(figures: Figures, files: Path, shape: str) -> None:
             num_again = len(text) - ask(again.url, [*text, *_tokens(100, 3)], 1).cached
     blocks = (written[1] - written[0]) / (free[0] / free[1])
     states = (blocks - num_answer // _BLOCK) / server.traced("replica")[0]["args"]["state_blocks"]
-    figures.add(f"{shape}, disk: states of an answer of 1,000 tokens", "states", states)
+    figures.add(f"{shape}, disk: states of an answer of 1,000 tokens", "states", states, most=2.1)
     figures.add(
         f"{shape}, turn after a restart: old tokens computed", "tokens", num_again, most=_OUTPUT_INTERVAL + _BLOCK
     )

@@ -31,33 +31,26 @@ def choose_cut(
 ) -> LayerCut:
     """The groups of the model's layers. ConfigurationError for layers with states that are not served so."""
     layers = model.cache_layers
-    if model.state is not None:
-        _check_states(model, draft_model)
-        return LayerCut(layers)
+    if model.state is not None and model.device.type != "cpu":
+        raise ConfigurationError(
+            f"layers of {model.architecture} keep states of sequences, and the device is {model.device.type}; use "
+            "--device cpu"
+        )
     cut = cut_layers(layers, max_model_len, settings.block_size)
     num_shapes = len({(each.num_kv_heads, each.head_dim) for each in layers})
-    if not cut.groups.num_windowed:
+    if model.state is None and not cut.groups.num_windowed:
         return cut
     if draft_model is not None:
         reason = "blocks hold the layers of a draft model, too"
+    elif model.state is not None:
+        reason = "other layers keep states"
     elif num_shapes > 1 and settings.kv_cache_dtype == "int8":
         reason = "in int8, their keys do not fit into the keys of other layers"
     else:
         return cut
-    _logger.info("layers with a window keep all tokens: %s", reason)
+    if cut.groups.num_windowed:
+        _logger.info("layers with a window keep all tokens: %s", reason)
     return LayerCut(layers)
-
-
-def _check_states(model: CausalLM, draft_model: CausalLM | None) -> None:
-    reason = None
-    if model.device.type != "cpu":
-        reason = f"the device is {model.device.type}, use --device cpu"
-    elif draft_model is not None:
-        reason = "there is a --draft-model, leave it out"
-    elif any(layer.window is not None for layer in model.cache_layers):
-        reason = "other layers have a sliding window, which is not supported with them"
-    if reason is not None:
-        raise ConfigurationError(f"layers of {model.architecture} keep states of sequences, and {reason}")
 
 
 def kv_namespace(
@@ -177,6 +170,12 @@ def make_pool(
     shape = pool_geometry(model, request, available, draft_model)
     # The rank with the least memory decides for all: each block is on every rank.
     num_gpu_blocks, num_host_blocks = model.ranks.smallest(shape.num_gpu_blocks, shape.num_host_blocks)
+    if num_gpu_blocks <= 2 * of_state:
+        raise ConfigurationError(
+            f"the KV pool has {num_gpu_blocks} blocks; a sequence of {model.architecture} needs room for two states of "
+            f"{of_state} blocks and for its tokens, so there must be at least {2 * of_state + 1}: raise "
+            "--num-gpu-blocks or --kv-cache-memory"
+        )
     shape = replace(shape, num_gpu_blocks=num_gpu_blocks, num_host_blocks=num_host_blocks)
     pool = allocate_pool(
         shape,

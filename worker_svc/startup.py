@@ -194,6 +194,12 @@ def make_worker(
 
 
 def _step_limits(model: CausalLM, settings: WorkerSettings, max_adapters: int, *, has_drafts: bool) -> WorkerLimits:
+    least = settings.max_num_seqs + 2
+    if model.state is not None and settings.max_num_batched_tokens < least:
+        raise ConfigurationError(
+            f"--max-num-batched-tokens is {settings.max_num_batched_tokens}; layers of {model.architecture} keep "
+            f"states, so it must be at least --max-num-seqs + 2 ({least}): raise it, or lower --max-num-seqs"
+        )
     most = max_state_drafts(model, settings)
     max_drafts = settings.max_drafts if most is None else min(settings.max_drafts, most)
     is_multi_step = model.device.type == "cpu" and model.ranks.size == 1 and settings.multi_step_ms > 0

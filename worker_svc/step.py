@@ -318,6 +318,8 @@ class SealedBlocks:
 
     block_ids: Int32Array
     hashes: NDArray[np.uint8]
+    short_lived: Int32Array = field(default_factory=_no_tokens)
+    """Some of these blocks: of checkpoints that later ones are to replace."""
 
 
 @dataclass(frozen=True, slots=True)

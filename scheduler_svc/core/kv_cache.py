@@ -131,6 +131,7 @@ class BlockManager(BlockTables[Sequence]):
         if self.states.size:
             for sequence in sequences:
                 sequence.block_table = self.states.with_checkpoints(sequence, self.num_groups)
+                self.states.lasting += sequence.newest_checkpoint
         super().free(*sequences)
         if self.states.size:
             self.pool.free(*(sequence.state_blocks for sequence in sequences))

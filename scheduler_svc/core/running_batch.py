@@ -125,6 +125,7 @@ class StepDraft(batch.StepDraft):
         self.aside: list[tuple[int, int]] = []
         """Rows whose chunk is planned last, and the share of the budget that is kept for each until then."""
         self.sealed: list[tuple[BlockId, BlockHash]] = []
+        self.short_lived = set[BlockId]()
         self.seeds: list[tuple[int, int]] = []
         """Rows that begin to draw with a seed of their own in this step, and the seeds."""
         self.state_tables: dict[int, tuple[BlockId, ...]] = {}
@@ -180,6 +181,7 @@ class StepDraft(batch.StepDraft):
             **{name: getattr(plan, name) for name in _PAGED_FIELDS},
             reseed=tuple(self.seeds),
             sealed=tuple(self.sealed),
+            short_lived=tuple(block for block, _ in self.sealed if block in self.short_lived),
             state_tables=tuple(self.state_tables.items()),
             checkpoints=self.checkpoints,
             max_drafts=max_drafts,
@@ -449,7 +451,9 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             is_current = self.rows.incarnation[each.row] == each.incarnation
             is_made = each.is_certain or num_known <= each.num_tokens < each.sequence.num_tokens
             if is_current and is_made and each.row not in failed:
-                self.draft.sealed += self.blocks.seal_checkpoint(each)
+                sealed = self.blocks.seal_checkpoint(each)
+                self.draft.sealed += sealed
+                self.draft.short_lived.update(block for block, _ in sealed if each.is_of_output)
             self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:
@@ -539,15 +543,19 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
     @property
     def has_seals(self) -> bool:
         """Whether there are sealed blocks that no step has reported yet."""
-        return bool(self.blocks.pool.still_sealed(self.draft.sealed))
+        return bool(self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.states.lasting))
 
     def commit(self, step_id: int) -> StepPlan:
         """Finishes the step. Its tokens count as computed from now on, although its result comes later."""
         if self.blocks.states.size:
             self._plan_checkpoints(step_id)
             self.draft.copies += self.blocks.states.take_copies()
-        self.draft.sealed = self.blocks.pool.still_sealed(self.draft.sealed + self.blocks.sealed_by_step)
+        lasting = self.blocks.states.lasting
+        self.draft.short_lived.difference_update(block for block, _ in lasting)
+        sealed = dict.fromkeys((*self.draft.sealed, *self.blocks.sealed_by_step, *lasting))
+        self.draft.sealed = self.blocks.pool.still_sealed(sealed)
         self.blocks.sealed_by_step.clear()
+        lasting.clear()
         for row, parent in self.draft.chunk_samples:
             if row != parent:
                 child = self.sequence(row)

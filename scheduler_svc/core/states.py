@@ -43,6 +43,10 @@ class Checkpoint:
     is_certain: bool
     blocks: list[BlockId]
 
+    @property
+    def is_of_output(self) -> bool:
+        return self.num_tokens > self.sequence.num_prompt_tokens
+
 
 class States:
     """Gives sequences blocks for their states, and plans and finds checkpoints.
@@ -50,6 +54,8 @@ class States:
     Attributes:
         size: Blocks of a state; 0 if no layer keeps one.
         copies: Pairs (source block, destination block) that the next step copies before it computes.
+        lasting: Newest checkpoints of output of sequences that left the batch: no later one takes their place. The next
+            step seals them again.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
@@ -57,6 +63,7 @@ class States:
         self._block_size, self._pool, self._names = config.block_size, pool, names
         self._has_output = config.output_checkpoints
         self.copies: list[tuple[BlockId, BlockId]] = []
+        self.lasting: list[tuple[BlockId, BlockHash]] = []
         self._sources: list[BlockId] = []
 
     @property
@@ -193,7 +200,7 @@ class States:
         (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
         pairs = zip(checkpoint.blocks, self._names.state(content), strict=True)
         sealed = [(block, name) for block, name in pairs if self._pool.seal(block, name)]
-        if checkpoint.num_tokens > sequence.num_prompt_tokens:
+        if checkpoint.is_of_output:
             self._pool.evict_first(self._pool.still_sealed(sequence.newest_checkpoint))
             sequence.newest_checkpoint = sealed
         return sealed

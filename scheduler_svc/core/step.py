@@ -35,6 +35,7 @@ class StepPlan(batch.StepPlan):
 
     reseed                           row and seed of each child that draws with its own seed
     sealed                           blocks whose content is final, and their hashes
+    short_lived                      of these blocks, the ones of checkpoints that later ones are to replace
     state_tables                     rows, and the blocks of the state of each from now on
     checkpoints                      rows, numbers of tokens, and blocks to which the state after these is written, too
     max_drafts               [s]     number of tokens beyond one by which each sample may extend its row; None for none
@@ -50,6 +51,7 @@ class StepPlan(batch.StepPlan):
     max_passes: int = 1
     state_tables: SequenceOf[tuple[int, SequenceOf[BlockId]]] = ()
     checkpoints: SequenceOf[tuple[int, int, SequenceOf[BlockId]]] = ()
+    short_lived: SequenceOf[BlockId] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -256,6 +256,7 @@ def _digest(plan: StepPlan) -> bytes:
     if plan.max_drafts is not None:
         digest.update(np.ascontiguousarray([plan.max_passes, *plan.max_drafts.tolist()], "<i8").tobytes())
     digest.update(np.array([row for row, _ in plan.reseed] + [block for block, _ in plan.sealed], "<i8").tobytes())
+    digest.update(np.array(plan.short_lived, "<i8").tobytes())
     for line in (
         *((row, *blocks) for row, blocks in plan.state_tables),
         *((*each[:2], *each[2]) for each in plan.checkpoints),

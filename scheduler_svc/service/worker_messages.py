@@ -104,6 +104,7 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
         ),
         sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
         sealed_hashes=b"".join(content for _, content in plan.sealed),
+        short_lived_block_ids=encode_int32(plan.short_lived),
         state_tables=encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)]),
         checkpoints=encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)]),
         traced=[

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError, load_settings
-from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests
+from tests.e2e.test_speculation import FLAGS, MULTI_STEP, POOLS, RECOMPUTE, SWAP, make_requests, texts_of
 from tests.support.models import edit_config, edit_tensors, make_model
 from tests.support.whole_engine import EveryDraft, WholeEngine, make_request
 from worker_svc import draft_setup
@@ -225,3 +226,35 @@ def test_one_of_model_and_draft_model_may_have_latents(name: str, other: str, po
     assert on.run(requests, **SWAP) == off.run(requests, **SWAP)
     assert on.num_drafts > 0
     assert min(on.swap_outs, off.swap_outs) > 0
+
+
+@pytest.mark.parametrize(
+    ("pool", "flags", "config"),
+    [("bfloat16", MULTI_STEP, {}), ("int8 pool", [], {}), ("float32", [], {"num_blocks": 100})],
+)
+def test_text_of_a_model_with_states_is_that_without_drafts(
+    pool: str, flags: list[str], config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("qwen3.5", "qwen3"):
+        make_model(tmp_path / name, name, max_position_embeddings=1024)
+    flags = [*FLAGS, *POOLS[pool], *flags, "--model", str(tmp_path / "qwen3.5")]
+    off, on = WholeEngine(*flags), drafting(tmp_path / "qwen3", *flags)
+    assert off.worker.info.pool.state_blocks == on.worker.info.pool.state_blocks > 1
+    # Without the rules for tokens that this vocabulary does not have.
+    requests = [each for each in make_requests(off.worker.info.model.vocab_size) if each.key.handle != 9]
+    expected = off.run(requests, **config)
+    texts, model, random_state = texts_of(requests, expected), draft_model_of(on), np.random.default_rng(0)
+    guess = model.guess
+
+    def guess_partly_right(rows: NDArray[np.int64], lengths: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        guess(rows, lengths, counts)
+        for row, length, count in zip(rows, lengths, counts, strict=True):
+            for text in texts:
+                if text[:length] == model._token_ids[row, :length].tolist():
+                    right = text[length : length + random_state.integers(0, count + 1)]
+                    model._token_ids[row, length : length + len(right)] = right
+
+    monkeypatch.setattr(model, "guess", guess_partly_right)
+    assert on.run(requests, **config) == expected
+    assert on.num_drafts > on.num_accepted > on.num_drafts / 5
+    assert (on.preemptions > 0) == bool(config)

@@ -247,6 +247,8 @@ class FakeDevice:
     """Tokens computed so far, over all rows."""
     seals: dict[int, BlockHash] = field(default_factory=dict)
     """Blocks that a later scheduler would adopt: block -> the hash that it is sealed under."""
+    short_lived: set[int] = field(default_factory=set)
+    """Sealed blocks that are not kept on disk."""
     contexts: Contexts = field(default_factory=Contexts)
     adapters: dict[int, bytes] = field(default_factory=dict[int, bytes])
     """The digest of the adapter that is loaded, by slot."""
@@ -262,7 +264,7 @@ class FakeDevice:
         """Writes sealed blocks that are not on disk yet, over the oldest ones. Returns the slots that changed."""
         changed: list[int] = []
         for block, content in self.seals.items():
-            if all(content != name for name, _ in self.disk.values()):
+            if block not in self.short_lived and all(content != name for name, _ in self.disk.values()):
                 slot = self.num_written % num_slots
                 self.num_written += 1
                 self.disk[slot] = content, list(self.blocks[block])
@@ -330,6 +332,7 @@ class FakeDevice:
             self._compute(self.rows[row], num_new, starts[row], *failing.get(row, (0, sys.maxsize)))
         self._check_distinct_writes(plan)
         self.seals.update(plan.sealed)
+        self.short_lived = (self.short_lived - dict(plan.sealed).keys()).union(plan.short_lived)
         candidates = {
             row: self._candidates(self.rows[row], count)
             for row, _ in plan.samples.tolist()

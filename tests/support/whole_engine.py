@@ -11,10 +11,12 @@ import numpy as np
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.messages.arrays import encode_int32
 from quire.messages.logprob_columns import LogprobColumns
+from quire.messages.prefix_hashes import BlockHash
 from quire.runtime.settings import load_settings
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.request import Adapter, ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, StepPlan, Usage
@@ -110,8 +112,9 @@ class WholeEngine:
         runner._drafts._drafter = drafter
         runner.choose_drafts(EveryDraft())
 
-    def run(self, requests: Sequence[Request], **config: Any) -> dict[tuple[int, int], Text]:
-        """Runs all to their ends. Returns each sequence's output, by handle and index."""
+    def run(self, requests: Sequence[Request], *, is_warm: bool = False, **config: Any) -> dict[tuple[int, int], Text]:
+        """Runs all to their ends. Returns each sequence's output, by handle and index. If it is warm, the core begins
+        with the blocks that the worker holds."""
         info = replica_info(info_message(self.worker.info))
         values: dict[str, Any] = {
             "num_blocks": info.num_gpu_blocks,
@@ -126,6 +129,10 @@ class WholeEngine:
             "state_blocks": info.state_blocks,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
+        if is_warm:
+            sealed = self.worker.runner.sealed_blocks()
+            hashes = [BlockHash(each.tobytes()) for each in sealed.hashes]
+            scheduler.restore_sealed(zip(map(BlockId, sealed.block_ids.tolist()), hashes, strict=True))
         self.worker.ledger.reset()
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages = {}

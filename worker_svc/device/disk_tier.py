@@ -294,8 +294,10 @@ class DiskTier:
             self._file.close()
 
     def follow(self, on_changes: OnChanges) -> None:
-        """Calls `on_changes` with all slots that hold a block, and with later changes; ends earlier callbacks."""
+        """A scheduler is attached: calls `on_changes` with all slots that hold a block, and with later changes; ends
+        earlier callbacks."""
         self._on_changes = on_changes
+        self._store.seals.keep_all()
 
         def begin() -> None:
             with self._lock:

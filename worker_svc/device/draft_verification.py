@@ -183,7 +183,7 @@ class DraftStates:
         draws = np.flatnonzero(drafted.within == 0)[wrong] + np.maximum(num_tokens[wrong] - 1, 0)
         lines = drafted.checkpoints[np.cumsum(drafted.precede_drafts)[draws] - 1]
         pairs = np.stack((lines[:, 2:], self._tables[lines[:, 0]]), axis=-1).reshape(-1, 2)
-        ops.copy_blocks(self._pool.gpu, torch.from_numpy(pairs.astype(np.int64)))
+        ops.copy_blocks(self._pool.gpu[:1], torch.from_numpy(pairs.astype(np.int64)))
 
 
 class Drafts:

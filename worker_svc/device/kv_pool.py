@@ -69,7 +69,8 @@ class LayerCaches:
 class KvPool:
     """The tensors of the layers of a group, each [lines_per_token, num_blocks, num_kv_heads, block_size, head_dim] with
     the heads of its `CacheLayer`; in int8 with wider lines. Groups share the tensors, not the blocks. The layers of the
-    draft model, if there is one, follow the model's. If layers keep states, `gpu` is one tensor, as `arena` describes.
+    draft model, if there is one, follow the model's. If layers keep states, the model has one tensor, as `arena`
+    describes.
     """
 
     geometry: PoolGeometry
@@ -89,7 +90,7 @@ class KvPool:
         """The caches of the model on the device."""
         layers, geometry = model.cache_layers, self.geometry
         if model.state is not None:
-            (arena,), dtype = self.gpu, self.gpu[0].dtype
+            arena, dtype = self.gpu[0], self.gpu[0].dtype
             widths = [(each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype)) for each in layers]
             caches = caches_of(arena, [(model.lines_per_token, *each) for each in widths])
             return LayerCaches(caches, (), pages_of(arena))
@@ -111,8 +112,8 @@ class KvPool:
 
     def of_draft_model(self) -> "KvPool":
         """The layers of its draft model, as a pool of the same blocks."""
-        layers = self.gpu[self.geometry.num_layers :]
-        return replace(self, geometry=replace(self.geometry, num_layers=len(layers)), gpu=layers)
+        layers = self.gpu[1 if self.geometry.state_blocks else self.geometry.num_layers :]
+        return replace(self, geometry=replace(self.geometry, num_layers=len(layers), state_blocks=0), gpu=layers)
 
     def release(self) -> None:
         """Gives the memory of a pool on the CPU back to the system. Its blocks hold zeros then, and take memory again
@@ -282,9 +283,8 @@ def pool_geometry(
     """The shape of the pool for a model. ConfigurationError when not one block fits."""
     dtype = request.dtype or model.dtype
     cut = request.cut or LayerCut(model.cache_layers)
-    bytes_per_block = block_bytes(model, request.block_size, dtype, cut.slots)
-    if draft_model is not None:
-        bytes_per_block += block_bytes(draft_model, request.block_size, dtype)
+    of_model = block_bytes(model, request.block_size, dtype, cut.slots)
+    bytes_per_block = of_model + (0 if draft_model is None else block_bytes(draft_model, request.block_size, dtype))
     gpu_blocks = num_gpu_blocks(request, bytes_per_block, available_bytes)
     left_bytes = request.host_memory
     if model.device.type == "cpu":
@@ -302,7 +302,7 @@ def pool_geometry(
         block_bytes=bytes_per_block,
         lines_per_token=model.lines_per_token,
         groups=cut.groups,
-        state_blocks=0 if model.state is None else model.state.num_blocks(bytes_per_block),
+        state_blocks=0 if model.state is None else model.state.num_blocks(of_model),
     )
 
 
@@ -438,13 +438,18 @@ def _layer_shapes(
     layers: Sequence[CacheLayer] | None,
     draft_model: CausalLM | None,
 ) -> list[tuple[int, ...]]:
-    if geometry.state_blocks:
-        return [arena_shape(num_blocks, geometry.block_bytes, dtype)]
     if layers is None:
         layers = [CacheLayer(geometry.num_kv_heads, geometry.head_dim)] * geometry.num_layers
-    of_draft_model = [] if draft_model is None else [(draft_model.lines_per_token, draft_model.cache_layers)]
-    return [
+    of_models = [(geometry.lines_per_token, layers)]
+    arenas, of_draft_model = list[tuple[int, ...]](), 0
+    if draft_model is not None:
+        of_models.append((draft_model.lines_per_token, draft_model.cache_layers))
+        of_draft_model = block_bytes(draft_model, geometry.block_size, dtype)
+    if geometry.state_blocks:
+        arenas = [arena_shape(num_blocks, geometry.block_bytes - of_draft_model, dtype)]
+        del of_models[0]
+    return arenas + [
         (num_lines, num_blocks, layer.num_kv_heads, geometry.block_size, line_width(layer.head_dim, dtype))
-        for num_lines, of_model in [(geometry.lines_per_token, layers), *of_draft_model]
+        for num_lines, of_model in of_models
         for layer in of_model
     ]

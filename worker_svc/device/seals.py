@@ -27,6 +27,7 @@ class SealInventory:
         self._last_written = np.zeros(num_gpu_blocks, dtype=np.int64)
         # The number of writes of each block that began.
         self._num_writes = np.zeros(num_gpu_blocks, dtype=np.int64)
+        self._is_short_lived = np.zeros(num_gpu_blocks, dtype=np.bool_)
 
     def begin_write(self, block_ids: NDArray[np.integer], step_number: int) -> None:
         """A step is about to write these blocks."""
@@ -43,6 +44,7 @@ class SealInventory:
             # A process that is killed in between leaves no seal with half a hash.
             self._sealed[block_ids] = 0
             self._hashes[block_ids] = sealed.hashes[is_current]
+            self._is_short_lived[block_ids] = np.isin(block_ids, sealed.short_lived)
             self._sealed[block_ids] = 1
 
     def num_writes(self, block_ids: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -66,11 +68,17 @@ class SealInventory:
             self._sealed[:] = 0
             self._num_writes += 1
 
+    def keep_all(self) -> None:
+        """No block is short-lived any more: the scheduler that would seal some of them again has gone."""
+        with self._lock:
+            self._is_short_lived[:] = False
+
     def sealed_since(self, seen: NDArray[np.int64]) -> tuple[SealedBlocks, NDArray[np.int64]]:
-        """The sealed ones of the first `len(seen)` blocks whose number of writes is not that in `seen`, and theirs."""
+        """The sealed ones of the first `len(seen)` blocks whose number of writes is not that in `seen`, and theirs.
+        Without short-lived blocks."""
         with self._lock:
             number = len(seen)
-            is_new = (self._sealed[:number] != 0) & (self._num_writes[:number] != seen)
+            is_new = (self._sealed[:number] != 0) & (self._num_writes[:number] != seen) & ~self._is_short_lived[:number]
             block_ids = np.flatnonzero(is_new).astype(np.int32)
             return SealedBlocks(block_ids, self._hashes[block_ids]), self._num_writes[block_ids]
 

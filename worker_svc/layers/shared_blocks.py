@@ -16,6 +16,7 @@ from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import RmsNorm
 from worker_svc.layers.linear import Linear, LinearPart
+from worker_svc.parallel.ranks import Ranks
 from worker_svc.weights import Placement
 
 
@@ -43,6 +44,14 @@ class SharedBlocksConfig:
     bias: bool
     adapter_rank: int
     adapts_attention: bool
+
+    def check_ranks(self, ranks: Ranks) -> None:
+        """Raises ConfigurationError if there are several ranks, which would have to divide the heads of each use."""
+        if ranks.size > 1:
+            raise ConfigurationError(
+                f"--tensor-parallel-size is {ranks.size}; it must be 1 for a model whose layers share blocks of "
+                "attention"
+            )
 
 
 def _linear(name: str, in_features: int, out_features: int, placement: Placement) -> Linear:
@@ -139,16 +148,7 @@ class SharedUse(nn.Module):
 def make_uses(
     config: SharedBlocksConfig, caches: Sequence[int], hidden: int, placement: Placement
 ) -> dict[int, SharedUse]:
-    """The uses, by the layer. `caches` has the number of the keys of each.
-
-    Raises:
-        ConfigurationError: there are several ranks, which would have to divide the heads of each use.
-    """
-    if placement.ranks.size > 1:
-        raise ConfigurationError(
-            f"--tensor-parallel-size is {placement.ranks.size}; it must be 1 for a model whose layers share blocks of "
-            "attention"
-        )
+    """The uses, by the layer. `caches` has the number of the keys of each."""
     names = [f"model.layers.{index}" for index in config.layers]
     blocks = [SharedBlock(name, config, hidden, placement) for name in names[: config.num_blocks]]
     return {

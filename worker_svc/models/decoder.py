@@ -42,7 +42,7 @@ from worker_svc.models.base import (
 )
 from worker_svc.models.family_sizes import SIZES
 from worker_svc.models.rope import RopeConfig
-from worker_svc.parallel.ranks import ALONE, Ranks, Segment, heads_of_rank
+from worker_svc.parallel.ranks import ALONE, Ranks, Segment, check_division, heads_of_rank
 from worker_svc.weights import Placement
 
 
@@ -205,6 +205,14 @@ class DecoderConfig:
         if index in layers:
             return layers.index(index)
         return max(number for number, each in enumerate(layers) if self.sliding_windows[each] == window)
+
+    def divide(self, ranks: Ranks) -> None:
+        """Raises ConfigurationError if these ranks cannot share the model."""
+        if self.shared is not None:
+            self.shared.check_ranks(ranks)
+        for index in self.key_layers:
+            heads_of_rank(ranks, self.num_heads, self.heads_of(index)[0])
+        self.state_size(ranks)
 
     def state_size(self, ranks: Ranks = ALONE) -> StateSize | None:
         """A rank's part of the state of a sequence; None if no layer keeps one."""
@@ -742,5 +750,7 @@ class DecoderFamily:
         return config
 
     def from_config(self, config: Mapping[str, Any], placement: Placement) -> Decoder:
-        """Raises as `read_config`."""
-        return Decoder(self.architecture, self.read_config(config), placement)
+        """Raises as `read_config`, and ConfigurationError if the ranks cannot share the model."""
+        described = self.read_config(config)
+        check_division(placement.ranks, described.divide)
+        return Decoder(self.architecture, described, placement)

@@ -197,6 +197,27 @@ class SharedMemoryRanks(DistributedRanks):
         return of_all.view(self.size, len(numbers)).tolist()
 
 
+def check_division(ranks: Ranks, divide: Callable[[Ranks], object]) -> None:
+    """Checks that ranks can share a model.
+
+    Args:
+        divide: raises ConfigurationError if the ranks that it is called with cannot.
+
+    Raises:
+        ConfigurationError: they cannot. The error names the largest smaller number of ranks that can.
+    """
+    refusal: ConfigurationError | None = None
+    for size in range(ranks.size, 0, -1):
+        try:
+            divide(Ranks(0, size))
+        except ConfigurationError as error:
+            refusal = refusal or error
+        else:
+            if refusal is not None:
+                raise ConfigurationError(f"{refusal}; use {size}") from refusal
+            return
+
+
 def part_of_rank(ranks: Ranks, count: int, name: str) -> int:
     """The number of heads or channels of one rank, of `count` that the model has.
 

@@ -88,7 +88,7 @@ class StepDecoder:
         operations = self._cache_operations(message.cache_operations)
         changes = self._row_changes(message)
         batch = self._batch(message.batch)
-        sealed = self._sealed(message.sealed_block_ids, message.sealed_hashes)
+        sealed = self._sealed(message)
         _check_cache_operations(operations)
         _check_row_changes(changes)
         _check_batch(batch, self._model, self._limits)
@@ -197,13 +197,15 @@ class StepDecoder:
             raise invalid_field("batch.max_passes", f"is {max_passes}; the limit is {self._limits.max_passes}")
         return Batch(rows, new, computed, samples, drafts, max_passes)
 
-    def _sealed(self, block_ids: bytes, hashes: bytes) -> SealedBlocks:
-        blocks = _ids(block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
+    def _sealed(self, message: worker_pb2.StepRequest) -> SealedBlocks:
+        blocks = _ids(message.sealed_block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
+        short_lived = _ids(message.short_lived_block_ids, "short_lived_block_ids", self._pool.num_gpu_blocks)
+        hashes = message.sealed_hashes
         if len(hashes) != HASH_BYTES * len(blocks):
             raise invalid_field(
                 "sealed_hashes", f"has {len(hashes)} bytes; {len(blocks)} blocks need {HASH_BYTES * len(blocks)}"
             )
-        return SealedBlocks(blocks, np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES))
+        return SealedBlocks(blocks, np.frombuffer(hashes, dtype=np.uint8).reshape(-1, HASH_BYTES), short_lived)
 
     def _row(self, row: int, field: str) -> int:
         if row >= self._limits.max_num_rows:

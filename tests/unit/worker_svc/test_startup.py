@@ -24,7 +24,7 @@ from worker_svc.draft_setup import DraftPart
 from worker_svc.gguf_writer import write_gguf
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
-from worker_svc.pool_setup import choose_cut, kv_namespace, requested_pool_dtype
+from worker_svc.pool_setup import kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
 from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
@@ -305,9 +305,18 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 
 
-def test_what_is_not_served_with_states_is_refused(tmp_path: Path) -> None:
-    model, draft_model = make_with_states(tmp_path), TinyCausalLM()
-    with pytest.raises(
-        ConfigurationError, match="keep states of sequences, and there is a --draft-model, leave it out"
-    ):
-        choose_cut(model, 512, load(), draft_model)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--max-num-seqs=7", "--max-num-batched-tokens=8"),
+            r"--max-num-batched-tokens is 8; .* at least --max-num-seqs \+ 2 \(9\): raise it, or lower --max-num-seqs",
+        ),
+        (("--num-gpu-blocks=12",), r"the KV pool has 12 blocks; .* two states of 6 blocks .* at least 13: raise"),
+    ],
+)
+def test_sizes_that_no_scheduler_can_use_with_states_are_refused(
+    flags: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make_worker(make_with_states(tmp_path), load(*flags), DeviceLoop())

@@ -16,7 +16,7 @@ def prompt_of(length: int, end: int = 0) -> list[int]:
     return [(7 * place + 40 * (place >= end > 0)) % 50 for place in range(length)]
 
 
-def checkpoints(driver: Driver, tokens: list[int]) -> list[int]:
+def checkpoints(driver: Driver, tokens: list[int], *, on_disk: bool = False) -> list[int]:
     """Numbers of tokens of a sequence after which there is a checkpoint."""
     blocks, hashes = driver.scheduler.batch.blocks, make_request(99, prompt=tokens)
     driver.submit(hashes)
@@ -24,7 +24,8 @@ def checkpoints(driver: Driver, tokens: list[int]) -> list[int]:
     count = len(tokens) // blocks.block_size
     names = [blocks.names.state(each) for each in sequence.prefix_hashes.first(count, tokens)]
     driver.scheduler.abort(hashes.key)
-    return [4 * index for index, each in enumerate(names, 1) if len(blocks.pool.hits(each)) == 2]
+    found = {name for name, _ in driver.device.disk.values()} if on_disk else set(blocks.pool.sealed_hashes())
+    return [4 * index for index, each in enumerate(names, 1) if found.issuperset(each)]
 
 
 @pytest.mark.parametrize(("max_tokens", "num_cached"), [(3, 56), (4, 56), (20, 64), (80, 128)])
@@ -147,6 +148,35 @@ def test_what_evicts_the_end_of_a_conversation_leaves_the_checkpoints_before(num
     driver.submit(turn)
     driver.finish(turn)
     assert driver.usage[9].cached_tokens == num_cached
+
+
+@pytest.mark.parametrize("leave", ["finish", "abort", "preempt"])
+def test_of_the_checkpoints_of_output_the_last_one_goes_to_disk_when_the_sequence_leaves(leave: str):
+    driver = Driver(make_config(**STATED, max_drafts=3))
+    request = make_request(1, prompt_len=10, max_tokens=300)
+    driver.submit(request)
+
+    def on_disk() -> list[int]:
+        return checkpoints(driver, [*request.prompt, *driver.outputs[1]], on_disk=True)
+
+    def run_to(length: int) -> None:
+        """The disk takes each block as soon as it is final."""
+        while driver.scheduler.num_live and len(driver.outputs.get(1, ())) < length:
+            driver.run_steps(1)
+            driver.device.keep_on_disk(1000)
+
+    run_to(200)
+    assert on_disk() == [8]
+    if leave == "preempt":
+        driver.preempt(request)
+        run_to(205)
+        assert on_disk() == [8, 192]
+    if leave == "abort":
+        driver.scheduler.abort(request.key)
+    run_to(300)
+    driver.run_until_idle()
+    driver.device.keep_on_disk(1000)
+    assert on_disk() == {"finish": [8, 256], "abort": [8, 192], "preempt": [8, 192, 256]}[leave]
 
 
 @pytest.mark.parametrize(("num_blocks", "are_made"), [(22, False), (30, True)])

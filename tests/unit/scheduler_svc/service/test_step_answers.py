@@ -13,8 +13,10 @@ from quire.rpc.errors import FailedPrecondition, Internal, InvalidArgument, Quir
 from quire.service.compatibility import WORKER_PROTOCOL, ModelFingerprint, epoch_of_start
 from quire.worker.v1 import worker_pb2
 from scheduler_svc.core.step import StepInFlight
+from scheduler_svc.service.replica import core_config
 from scheduler_svc.service.worker_link import WorkerHangsError, WorkerLostError
 from scheduler_svc.service.worker_messages import replica_info, step_answer
+from scheduler_svc.settings import SchedulerSettings
 from tests.support.logprobs import Line, fill, lines_of
 
 VOCAB_SIZE = 50
@@ -123,6 +125,15 @@ def test_token_ids_mean_the_same_unless_both_tokenizers_are_known_and_differ(bef
     info = replica_info(make_info())
     ours = replace(info, vocab_size=vocab_size, fingerprint=ModelFingerprint(tokenizer=now))
     assert ours.has_tokenizer_of(replace(info, fingerprint=ModelFingerprint(tokenizer=before))) == is_same
+
+
+def test_a_step_of_a_model_with_states_has_room_for_a_prompt_beside_all_sequences():
+    info = replace(
+        replica_info(make_info()), num_gpu_blocks=64, state_blocks=2, max_num_rows=9, max_num_batched_tokens=32
+    )
+    for tokens, sequences in ((32, 9), (9, 7), (3, 1)):
+        settings = SchedulerSettings(max_num_seqs=min(tokens, 9), max_num_batched_tokens=tokens)
+        assert core_config(settings, info).max_num_seqs == sequences
 
 
 def test_another_model_is_told_by_what_differs():

@@ -157,10 +157,10 @@ class Pool:
     def write(self, blocks: Int32Array, contents: NDArray[np.uint8]) -> None:
         self.blocks |= {block: each.tobytes() for block, each in zip(blocks.tolist(), contents, strict=True)}
 
-    def fill(self, block: int, number: int, step: int = 1) -> None:
+    def fill(self, block: int, number: int, step: int = 1, *, is_short_lived: bool = False) -> None:
         self.seals.begin_write(int32([block]), step)
         self.blocks[block] = content(number)
-        self.seals.add(SealedBlocks(int32([block]), hashes(number)), step)
+        self.seals.add(SealedBlocks(int32([block]), hashes(number), int32([block] * is_short_lived)), step)
 
     def holds(self) -> set[int]:
         sealed = self.seals.snapshot()
@@ -227,6 +227,26 @@ def test_the_checkpoint_that_a_sequence_continues_from_is_among_the_blocks_it_be
     batch, copies = make_batch(rows=[0], new=[1], computed=[9]), make_operations(copy=[(4, 7), (5, 8), (6, 9)])
     step = make_step(make_changes(assign=[row]), batch, copies)
     assert step.cached_blocks(3).tolist() == [1, 2, 3, 5, 6]
+
+
+def test_blocks_that_others_are_to_replace_are_written_once_they_are_to_last(path: Path) -> None:
+    pool, file = Pool(), open_file(path, 8)
+    tier = DiskTier(file, pool, NUM_BLOCKS)
+
+    def on_disk() -> set[int]:
+        tier.write_behind()
+        return {each[0] for each in file.names}
+
+    for block in range(4):
+        pool.fill(block, 10 + block, is_short_lived=block > 0)
+    assert on_disk() == {10}
+    pool.seals.add(SealedBlocks(int32([3]), hashes(13)), 1)
+    pool.fill(2, 20)
+    assert on_disk() == {10, 13, 20}
+    # The next scheduler does not know what is to be replaced.
+    tier.follow(lambda changes: None)
+    assert on_disk() == {10, 11, 13, 20}
+    tier.stop()
 
 
 def test_what_sequences_begin_with_while_the_disk_hangs_is_bounded(path: Path) -> None:
