@@ -10,8 +10,8 @@ _CHOSEN = (
     *(0, 7, 10, 11, 13, 16, 17, 20, 25, 37, 38, 46, 48, 52, 55),
     *(57, 62, 68, 70, 71, 72, 79, 83, 87, 89, 93, 95, 96, 97, 99),
 )
-"""Seeds of the first tier: with those of the second, their worlds cover 99% of the service branches that the worlds of
-the first 100 seeds cover (ADR 28)."""
+"""Seeds of the first tier: with the second tier's, they cover 99% of the service branches that the worlds of the first
+100 seeds cover (ADR 28)."""
 _OTHERS = (18, 21, 23, 34, 39, 40, 44, 60, 66, 75)
 """Seeds of the second tier."""
 
