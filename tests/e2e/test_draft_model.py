@@ -124,7 +124,7 @@ def test_swaps_and_copies_of_blocks_keep_it_right(same: tuple[WholeEngine, Whole
         make_request(number, range(30 + number, 70 + number), max_tokens=60, seed=number, num_sequences=count)
         for number, count in enumerate((1, 4, 1, 3, 1, 1, 4, 3))
     ]
-    config = SWAP | {"max_num_seqs": 6, "num_blocks": 24}
+    config: dict[str, Any] = SWAP | {"max_num_seqs": 6, "num_blocks": 24}
     assert on.run(requests, **config) == off.run(requests, **config)
     assert on.swap_outs > 0
     assert share_right(on) > 0.9
