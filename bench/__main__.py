@@ -6,18 +6,14 @@ import sys
 
 BENCHMARKS = (
     "blocks",
-    "contiguous",
     "control",
     "core",
     "gpu",
-    "grammar",
     "hostile",
     "hostile_files",
     "kernels",
     "kills",
-    "layer_groups",
     "llama_cpp",
-    "quality",
     "reservations",
     "servers",
     "soak",
