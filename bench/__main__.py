@@ -8,6 +8,7 @@ BENCHMARKS = (
     "blocks",
     "control",
     "core",
+    "exactness",
     "gpu",
     "hostile",
     "hostile_files",

@@ -1,0 +1,196 @@
+"""What exactness costs: tokens per second with a promise kept, over tokens per second without it, in turn in one run.
+
+- `steps`: what a worker does in each step so that no text depends on the batch, against the same worker without it.
+- `products`: all products of a step, against oneDNN's, which sums in an order that depends on the shape. Quire has no
+  products without the promise: so this is no cost, but says whether a library that promises nothing is faster.
+- `drafts`: a pass that verifies guesses as rows of one token each, against a pass that computes them as a chunk.
+- `crash`: a KV pool in a file that outlives its worker, with seals, against private memory without seals.
+- `moves`: what steps do so that requests can move between replicas, against the same without it. Nothing moves.
+- `fairness`: the policy `fair` with a tenant for each stream, against `fcfs`.
+
+Core and runner are in one process, without text and clients, so that each share of a step weighs more than in service.
+Patches of the running code (`exactness.diff`) switch off what no flag does. `--out` keeps the figures of other parts.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.in_process import InProcessEngine
+from bench.kernel_products import make_products, products_of
+from bench.kernels import measure
+from bench.models import write_model
+from bench.report import Series, add_results
+from bench.stages import Passes
+from kernels.cpu.bindings import CpuKernels
+from kernels.cpu.library import Library
+from kernels.packed_weight import Quantization
+from quire.load import fixed, take
+from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from tests.sim.known_faults import read_faults
+from tests.sim.mutation import Patch, patched
+from worker_svc.models.base import NativeCausalLM
+from worker_svc.models.registry import load_model
+from worker_svc.settings import WorkerSettings
+
+PATCHES = {each.name: each.patches for each in read_faults(Path(__file__).with_suffix(".diff").read_text())}
+_PROMPT, _OUTPUT, _CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 32, 48, 256, 256, 7
+
+Rate = Callable[[], float]
+"""Runs once; returns tokens, or passes, per second."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
+    parser.add_argument("--shapes", nargs="+", default=["llama-160m", "qwen2-0.5b"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument(
+        "--seconds", type=float, default=20, help=f"of each figure, and at least {_LEAST_ROUNDS} rounds"
+    )
+    parser.add_argument("--files", type=Path, help="directory for models, which otherwise vanish")
+    parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(arguments.num_threads)
+    with ExitStack() as stack:
+        files = arguments.files or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        for shape in arguments.shapes:
+            if not (model := files / shape).exists():
+                write_model(shape, model)
+            for part in arguments.parts:
+                for streams, (ratios, rate) in PARTS[part](part, shape, model, arguments).items():
+                    series = Series(f"{part}, {shape}, {streams}", "on / off", tuple(round(each, 4) for each in ratios))
+                    print(f"{series}   {rate:.1f}/s", flush=True)
+                    if arguments.out is not None:
+                        add_results(arguments.out, "the price of exactness", [series], rates={series.name: rate})
+                gc.collect()
+
+
+Found = dict[int, tuple[list[float], float]]
+"""By number of streams the ratios of all rounds, and the median of the rates with the promise."""
+
+
+def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], float]:
+    """The ratios of all rounds, each of which has the other order than the one before, and the median of `kept`."""
+    sides, rates = (kept, without), list[list[float]]()
+    for side in sides:
+        side()
+    began = time.perf_counter()
+    while len(rates) < _LEAST_ROUNDS or time.perf_counter() - began < seconds:
+        order = (0, 1) if len(rates) % 2 else (1, 0)
+        found = {index: sides[index]() for index in order}
+        rates.append([found[0], found[1]])
+    return [on / off for on, off in rates], statistics.median(on for on, _ in rates)
+
+
+def _of_engines(part: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
+    """Decodes with a short prompt, by one engine, or by two if the pools differ."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        engine = _engine(model, arguments, Path(directory) / "pool")
+        other = _engine(model, arguments, None) if part == "crash" else engine
+        kept_config = replace(engine.config, policy=PolicyKind.FAIR) if part == "fairness" else engine.config
+        return {
+            streams: alternate(
+                partial(_decode, engine, streams, kept_config, ()),
+                partial(_decode, other, streams, other.config, PATCHES.get(part, ())),
+                arguments.seconds,
+            )
+            for streams in arguments.streams
+        }
+
+
+def _decode(engine: InProcessEngine, streams: int, config: SchedulerConfig, patches: Sequence[Patch]) -> float:
+    work = take(fixed(_PROMPT, _OUTPUT, vocab_size=30_000), streams, seed=0)
+    with patched(*patches):
+        return streams * _OUTPUT / engine.run(work, config=config)
+
+
+def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) -> InProcessEngine:
+    most = max(arguments.streams)
+    settings = WorkerSettings(
+        model=str(model),
+        device="cpu",
+        num_gpu_blocks=most * (_PROMPT + _OUTPUT + 32) // 16,
+        max_num_seqs=most,
+        max_model_len=_CONTEXT,
+        num_threads=arguments.num_threads,
+        swap_space=0,
+        speculate=("off",),
+        kv_cache_file=pool_file,
+        persistent_kv_cache="off" if pool_file is None else "on",
+    )
+    return InProcessEngine(settings)
+
+
+def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
+    """All layers of a pass of up to 7 guesses for each stream, as many as a worker verifies at once."""
+    loaded = load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert isinstance(loaded, NativeCausalLM)
+    found = Found()
+    for streams in arguments.streams:
+        each = min(8, max(2, _MOST_DRAFTED // streams))
+        rows, chunk = (
+            Passes(loaded, streams, _CONTEXT, loaded.dtype, each, one_by_one=is_kept) for is_kept in (True, False)
+        )
+        found[streams] = alternate(_passes(rows, streams), _passes(chunk, streams), arguments.seconds)
+    return found
+
+
+def _passes(passes: Passes, streams: int) -> Rate:
+    def run() -> float:
+        started = time.perf_counter()
+        passes.run(passes.recording, streams)
+        return 1 / (time.perf_counter() - started)
+
+    return run
+
+
+def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
+    """The products of all layers and of the head, one after the other; prints what share of a row's numbers differs if
+    the row is computed with 63 others."""
+    kernels, found, runs = CpuKernels(Library()), Found(), 3 * _LEAST_ROUNDS
+    with torch.inference_mode():
+        for layer in products_of(shape):
+            x, weight = (
+                torch.randn(64, layer.in_features).bfloat16(),
+                torch.randn(layer.out_features, layer.in_features),
+            )
+            packed = kernels.pack_weight(weight := weight.bfloat16(), False, Quantization.NONE)
+            ways = {
+                "kernels": lambda x, packed=packed: kernels.product(x, packed, None, "identity", torch.bfloat16),
+                "torch": lambda x, weight=weight: torch.nn.functional.linear(x, weight),
+            }
+            changed = {name: float((way(x)[:1] != way(x[:1].clone())).float().mean()) for name, way in ways.items()}
+            print(f"{shape}, {layer.name}: numbers that depend on the batch: {changed}", flush=True)
+        for streams in arguments.streams:
+            seconds = {"kernels": [0.0] * runs, "oneDNN": [0.0] * runs}
+            for layer in products_of(shape):
+                count, contestants = make_products(kernels, layer, streams)
+                for name, times in measure({name: contestants[name] for name in seconds}, runs).items():
+                    of_layer = [each * layer.count / count for each in times]
+                    seconds[name] = [sum(pair) for pair in zip(seconds[name], of_layer, strict=True)]
+            kept, without = seconds.values()
+            ratios = [off / on for on, off in zip(kept, without, strict=True)]
+            found[streams] = ratios, streams / statistics.median(kept)
+    return found
+
+
+PARTS = {
+    "steps": _of_engines,
+    "products": _products,
+    "drafts": _drafts,
+    "crash": _of_engines,
+    "moves": _of_engines,
+    "fairness": _of_engines,
+}
