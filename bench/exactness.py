@@ -43,6 +43,7 @@ from worker_svc.models.registry import load_model
 from worker_svc.settings import WorkerSettings
 
 PATCHES = {each.name: each.patches for each in read_faults(Path(__file__).with_suffix(".diff").read_text())}
+_TITLE = "the price of exactness"
 _PROMPT, _OUTPUT, _CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 32, 48, 256, 256, 7
 
 Rate = Callable[[], float]
@@ -73,7 +74,7 @@ def main(arguments: argparse.Namespace) -> None:
                     series = Series(f"{part}, {shape}, {streams}", "on / off", tuple(round(each, 4) for each in ratios))
                     print(f"{series}   {rate:.1f}/s", flush=True)
                     if arguments.out is not None:
-                        add_results(arguments.out, "the price of exactness", [series], rates={series.name: rate})
+                        add_results(arguments.out, _TITLE, [series], rates={series.name: rate})
                 gc.collect()
 
 
@@ -157,22 +158,21 @@ def _passes(passes: Passes, streams: int) -> Rate:
 
 
 def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
-    """The products of all layers and of the head, one after the other; prints what share of a row's numbers differs if
+    """The products of all layers and of the head, one after the other; and the share of a row's numbers that differ if
     the row is computed with 63 others."""
     kernels, found, runs = CpuKernels(Library()), Found(), 3 * _LEAST_ROUNDS
     with torch.inference_mode():
         for layer in products_of(shape):
-            x, weight = (
-                torch.randn(64, layer.in_features).bfloat16(),
-                torch.randn(layer.out_features, layer.in_features),
-            )
-            packed = kernels.pack_weight(weight := weight.bfloat16(), False, Quantization.NONE)
+            x, weight = (torch.randn(rows, layer.in_features).bfloat16() for rows in (64, layer.out_features))
+            packed = kernels.pack_weight(weight, False, Quantization.NONE)
             ways = {
                 "kernels": lambda x, packed=packed: kernels.product(x, packed, None, "identity", torch.bfloat16),
                 "torch": lambda x, weight=weight: torch.nn.functional.linear(x, weight),
             }
             changed = {name: float((way(x)[:1] != way(x[:1].clone())).float().mean()) for name, way in ways.items()}
-            print(f"{shape}, {layer.name}: numbers that depend on the batch: {changed}", flush=True)
+            print(f"{shape}, {layer.name}: share of numbers that depend on the batch: {changed}", flush=True)
+            if arguments.out is not None:
+                add_results(arguments.out, _TITLE, [], changed={f"{shape}, {layer.name}": changed})
         for streams in arguments.streams:
             seconds = {"kernels": [0.0] * runs, "oneDNN": [0.0] * runs}
             for layer in products_of(shape):
