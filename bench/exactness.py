@@ -17,7 +17,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -44,7 +44,7 @@ from worker_svc.settings import WorkerSettings
 
 PATCHES = {each.name: each.patches for each in read_faults(Path(__file__).with_suffix(".diff").read_text())}
 _TITLE = "the price of exactness"
-_PROMPT, _OUTPUT, _CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 32, 48, 256, 256, 7
+_PROMPT, _OUTPUT, _CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 32, 48, 256, 256, 5
 
 Rate = Callable[[], float]
 """Runs once; returns tokens, or passes, per second."""
@@ -54,9 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
     parser.add_argument("--shapes", nargs="+", default=["llama-160m", "qwen2-0.5b"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument(
-        "--seconds", type=float, default=20, help=f"of each figure, and at least {_LEAST_ROUNDS} rounds"
-    )
+    parser.add_argument("--seconds", type=float, default=20, help=f"of each figure, and at least 5 rounds")
     parser.add_argument("--files", type=Path, help="directory for models, which otherwise vanish")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
@@ -70,7 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
             if not (model := files / shape).exists():
                 write_model(shape, model)
             for part in arguments.parts:
-                for streams, (ratios, rate) in PARTS[part](part, shape, model, arguments).items():
+                for streams, ratios, rate in PARTS[part](part, shape, model, arguments):
                     series = Series(f"{part}, {shape}, {streams}", "on / off", tuple(round(each, 4) for each in ratios))
                     print(f"{series}   {rate:.1f}/s", flush=True)
                     if arguments.out is not None:
@@ -78,8 +76,8 @@ def main(arguments: argparse.Namespace) -> None:
                 gc.collect()
 
 
-Found = dict[int, tuple[list[float], float]]
-"""By number of streams the ratios of all rounds, and the median of the rates with the promise."""
+Found = Iterator[tuple[int, list[float], float]]
+"""For each number of streams the ratios of all rounds, and the median of the rates with the promise."""
 
 
 def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], float]:
@@ -101,14 +99,10 @@ def _of_engines(part: str, shape: str, model: Path, arguments: argparse.Namespac
         engine = _engine(model, arguments, Path(directory) / "pool")
         other = _engine(model, arguments, None) if part == "crash" else engine
         kept_config = replace(engine.config, policy=PolicyKind.FAIR) if part == "fairness" else engine.config
-        return {
-            streams: alternate(
-                partial(_decode, engine, streams, kept_config, ()),
-                partial(_decode, other, streams, other.config, PATCHES.get(part, ())),
-                arguments.seconds,
-            )
-            for streams in arguments.streams
-        }
+        for streams in arguments.streams:
+            kept = partial(_decode, engine, streams, kept_config, ())
+            without = partial(_decode, other, streams, other.config, PATCHES.get(part, ()))
+            yield streams, *alternate(kept, without, arguments.seconds)
 
 
 def _decode(engine: InProcessEngine, streams: int, config: SchedulerConfig, patches: Sequence[Patch]) -> float:
@@ -138,14 +132,12 @@ def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> F
     """All layers of a pass of up to 7 guesses for each stream, as many as a worker verifies at once."""
     loaded = load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert isinstance(loaded, NativeCausalLM)
-    found = Found()
     for streams in arguments.streams:
         each = min(8, max(2, _MOST_DRAFTED // streams))
         rows, chunk = (
             Passes(loaded, streams, _CONTEXT, loaded.dtype, each, one_by_one=is_kept) for is_kept in (True, False)
         )
-        found[streams] = alternate(_passes(rows, streams), _passes(chunk, streams), arguments.seconds)
-    return found
+        yield streams, *alternate(_passes(rows, streams), _passes(chunk, streams), arguments.seconds)
 
 
 def _passes(passes: Passes, streams: int) -> Rate:
@@ -160,7 +152,7 @@ def _passes(passes: Passes, streams: int) -> Rate:
 def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
     """The products of all layers and of the head, one after the other; and the share of a row's numbers that differ if
     the row is computed with 63 others."""
-    kernels, found, runs = CpuKernels(Library()), Found(), 3 * _LEAST_ROUNDS
+    kernels, runs = CpuKernels(Library()), 3 * _LEAST_ROUNDS
     with torch.inference_mode():
         for layer in products_of(shape):
             x, weight = (torch.randn(rows, layer.in_features).bfloat16() for rows in (64, layer.out_features))
@@ -182,8 +174,7 @@ def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) ->
                     seconds[name] = [sum(pair) for pair in zip(seconds[name], of_layer, strict=True)]
             kept, without = seconds.values()
             ratios = [off / on for on, off in zip(kept, without, strict=True)]
-            found[streams] = ratios, streams / statistics.median(kept)
-    return found
+            yield streams, ratios, streams / statistics.median(kept)
 
 
 PARTS = {
