@@ -9,6 +9,7 @@ BENCHMARKS = (
     "control",
     "core",
     "exactness",
+    "floors",
     "gpu",
     "hostile",
     "hostile_files",

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS], help="what to measure")
     parser.add_argument("--shapes", nargs="+", default=["llama-160m", "qwen2-0.5b"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--seconds", type=float, default=20, help=f"of each figure, and at least 5 rounds")
+    parser.add_argument("--seconds", type=float, default=20, help="of each figure, and at least 5 rounds")
     parser.add_argument("--files", type=Path, help="directory for models, which otherwise vanish")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
