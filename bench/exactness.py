@@ -1,4 +1,4 @@
-"""What exactness costs: tokens per second with a promise kept, over tokens per second without it, in turn in one run.
+"""The cost of exactness: tokens per second with a promise kept, over tokens per second without it, in turn in one run.
 
 - `steps`: what a worker does in each step so that no text depends on the batch, against the same worker without it.
 - `products`: all products of a step, against oneDNN's, which sums in an order that depends on the shape. Quire has no
@@ -81,7 +81,7 @@ Found = Iterator[tuple[int, list[float], float]]
 
 
 def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], float]:
-    """The ratios of all rounds, each of which has the other order than the one before, and the median of `kept`."""
+    """The ratios of all rounds, which have the one order and the other in turn, and the median of `kept`."""
     sides, rates = (kept, without), list[list[float]]()
     for side in sides:
         side()
@@ -129,7 +129,7 @@ def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) 
 
 
 def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
-    """All layers of a pass of up to 7 guesses for each stream, as many as a worker verifies at once."""
+    """All layers of a pass with up to 7 guesses for each stream and 256 tokens in all."""
     loaded = load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert isinstance(loaded, NativeCausalLM)
     for streams in arguments.streams:
