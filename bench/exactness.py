@@ -4,12 +4,14 @@
 - `products`: all products of a step, against oneDNN's, which sums in an order that depends on the shape. Quire has no
   products without the promise: so this is no cost, but says whether a library that promises nothing is faster.
 - `drafts`: a pass that verifies guesses as rows of one token each, against a pass that computes them as a chunk.
-- `crash`: a KV pool in a file that outlives its worker, with seals, against private memory without seals.
+- `seals`: the inventory of blocks whose content is final, against a scheduler and a worker that keep none.
+- `pool`: a KV pool in a file that outlives its worker, against private memory: two workers.
 - `moves`: what steps do so that requests can move between replicas, against the same without it. Nothing moves.
-- `fairness`: the policy `fair` with a tenant for each stream, against `fcfs`.
+- `fairness`: the policy `fair` with a tenant for each stream, against the same without charges.
 
-Core and runner are in one process, without text and clients, so that each share of a step weighs more than in service.
-Patches of the running code (`exactness.diff`) switch off what no flag does. `--out` keeps the figures of other parts.
+Core and runner are in one process, with one pass a step and without text and clients, so that each share of a step
+weighs more than in service. Patches of the running code (`exactness.diff`) switch off what no flag does, for single
+steps in a random order of both kinds. `--out` keeps the figures of other parts.
 """
 
 import argparse
@@ -20,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from random import Random
 
 import torch
 
@@ -34,8 +36,10 @@ from bench.stages import Passes
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
 from kernels.packed_weight import Quantization
-from quire.load import fixed, take
-from scheduler_svc.core.config import PolicyKind, SchedulerConfig
+from quire.load import LoadRequest, fixed, take
+from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import StepPlan
 from tests.sim.known_faults import read_faults
 from tests.sim.mutation import Patch, patched
 from worker_svc.models.base import NativeCausalLM
@@ -44,7 +48,9 @@ from worker_svc.settings import WorkerSettings
 
 PATCHES = {each.name: each.patches for each in read_faults(Path(__file__).with_suffix(".diff").read_text())}
 _TITLE = "the price of exactness"
-_PROMPT, _OUTPUT, _CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 32, 48, 256, 256, 5
+_BLOCK, _WARM_UP, _ROUNDS, _PAIRS = 16, 4, 5, 16
+_OUTPUT = 2 * _ROUNDS * _PAIRS + 2 * _WARM_UP
+_CONTEXT, _MOST_DRAFTED, _LEAST_ROUNDS = 256, 256, 5
 
 Rate = Callable[[], float]
 """Runs once; returns tokens, or passes, per second."""
@@ -93,22 +99,55 @@ def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], f
     return [on / off for on, off in rates], statistics.median(on for on, _ in rates)
 
 
-def _of_engines(part: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
-    """Decodes with a short prompt, by one engine, or by two if the pools differ."""
+def _of_steps(part: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
+    """Decodes of one engine, or of two if the pools differ."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         engine = _engine(model, arguments, Path(directory) / "pool")
-        other = _engine(model, arguments, None) if part == "crash" else engine
-        kept_config = replace(engine.config, policy=PolicyKind.FAIR) if part == "fairness" else engine.config
+        other = _engine(model, arguments, None) if part == "pool" else engine
+        config = replace(engine.config, policy=PolicyKind.FAIR if part == "fairness" else PolicyKind.FCFS)
         for streams in arguments.streams:
-            kept = partial(_decode, engine, streams, kept_config, ())
-            without = partial(_decode, other, streams, other.config, PATCHES.get(part, ()))
-            yield streams, *alternate(kept, without, arguments.seconds)
+            work = _work(streams)
+
+            def begin(work: Sequence[LoadRequest] = work) -> tuple[Iterator[StepPlan], Iterator[StepPlan]]:
+                kept = engine.steps(Scheduler(config), work)
+                return kept, kept if other is engine else other.steps(Scheduler(config), work)
+
+            ratios, seconds = alternate_steps(begin, PATCHES.get(part, ()), arguments.seconds)
+            yield streams, ratios, streams / seconds
 
 
-def _decode(engine: InProcessEngine, streams: int, config: SchedulerConfig, patches: Sequence[Patch]) -> float:
-    work = take(fixed(_PROMPT, _OUTPUT, vocab_size=30_000), streams, seed=0)
-    with patched(*patches):
-        return streams * _OUTPUT / engine.run(work, config=config)
+def _work(streams: int) -> list[LoadRequest]:
+    """Streams that fill their blocks in different steps."""
+    work = take(fixed(2 * _BLOCK, _OUTPUT, vocab_size=30_000), streams, seed=0)
+    return [replace(each, prompt=each.token_ids[: _BLOCK + index % _BLOCK]) for index, each in enumerate(work)]
+
+
+def alternate_steps(
+    begin: Callable[[], tuple[Iterator[object], Iterator[object]]], patches: Sequence[Patch], seconds: float
+) -> tuple[list[float], float]:
+    """The ratios of all rounds, and the median of a step's seconds with the promise. A round has as many steps of the
+    first iterator as of the second, whose steps run patched, in a random order. Both may be one iterator. Steps that
+    something else on the machine disturbs, which take half as long again as the median, are left out."""
+    random, ratios, of_kept = Random(0), list[float](), list[float]()
+    began = time.perf_counter()
+    while not ratios or time.perf_counter() - began < seconds:
+        sides = begin()
+        for _ in range(_WARM_UP):
+            for side in dict.fromkeys(sides):
+                next(side)
+        for _ in range(_ROUNDS):
+            order, times = [0, 1] * _PAIRS, (list[float](), list[float]())
+            random.shuffle(order)
+            for index in order:
+                with patched(*(patches if index else ())):
+                    started = time.perf_counter()
+                    next(sides[index])
+                    times[index].append(time.perf_counter() - started)
+            limit = 1.5 * statistics.median(times[0] + times[1])
+            kept, without = (statistics.fmean(each for each in side if each < limit) for side in times)
+            ratios.append(without / kept)
+            of_kept.append(kept)
+    return ratios, statistics.median(of_kept)
 
 
 def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) -> InProcessEngine:
@@ -116,12 +155,13 @@ def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) 
     settings = WorkerSettings(
         model=str(model),
         device="cpu",
-        num_gpu_blocks=most * (_PROMPT + _OUTPUT + 32) // 16,
+        num_gpu_blocks=most * (_OUTPUT // _BLOCK + 4),
         max_num_seqs=most,
-        max_model_len=_CONTEXT,
+        max_model_len=_OUTPUT + 4 * _BLOCK,
         num_threads=arguments.num_threads,
         swap_space=0,
         speculate=("off",),
+        multi_step_ms=0,
         kv_cache_file=pool_file,
         persistent_kv_cache="off" if pool_file is None else "on",
     )
@@ -178,10 +218,11 @@ def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) ->
 
 
 PARTS = {
-    "steps": _of_engines,
+    "steps": _of_steps,
     "products": _products,
     "drafts": _drafts,
-    "crash": _of_engines,
-    "moves": _of_engines,
-    "fairness": _of_engines,
+    "seals": _of_steps,
+    "pool": _of_steps,
+    "moves": _of_steps,
+    "fairness": _of_steps,
 }

@@ -3,7 +3,7 @@ threads or text."""
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from quire.common.v1.common_pb2 import RowSampling as RowSamplingMessage
 from quire.common.v1.common_pb2 import SamplingParameters
@@ -40,27 +40,34 @@ class InProcessEngine:
         self,
         work: Sequence[LoadRequest],
         *,
-        config: SchedulerConfig | None = None,
         make_blocks: Callable[[SchedulerConfig], BlockManager] = BlockManager.of,
         look: Callable[[Scheduler, StepPlan], None] = lambda scheduler, plan: None,
     ) -> float:
-        """Generates all outputs greedily, each for a tenant of its own; returns seconds. `look` gets each step after it
-        was computed. `config` takes the place of the engine's own."""
-        scheduler = Scheduler(config or self.config, make_blocks)
-        self._ledger.reset()
+        """Generates all outputs greedily; returns seconds. `look` gets each step after it was computed."""
+        scheduler = Scheduler(self.config, make_blocks)
         started = time.perf_counter()
+        for plan in self.steps(scheduler, work):
+            look(scheduler, plan)
+        return time.perf_counter() - started
+
+    def steps(self, scheduler: Scheduler, work: Sequence[LoadRequest]) -> Iterator[StepPlan]:
+        """Generates all outputs greedily, each for a tenant of its own, step by step: plans a step, computes it, and
+        applies the result of the one before. Yields each step then."""
+        self._ledger.reset()
         for index, item in enumerate(work):
             key, prompt = RequestKey(ClientId(0), Handle(index)), item.token_ids.tolist()
             assert item.output_len is not None, "a benchmark says how long outputs are"
-            sampling = RowSampling(index, _GREEDY)
-            scheduler.submit(Request(key, str(index), prompt, sampling, item.output_len, tenant=str(index)), started)
+            request = Request(key, str(index), prompt, RowSampling(index, _GREEDY), item.output_len, tenant=str(index))
+            scheduler.submit(request, time.perf_counter())
         results: deque[StepResult] = deque()
         while True:
             while len(results) < 2 and (plan := scheduler.schedule(time.perf_counter())) is not None:
                 results.append(self._step(plan))
-                look(scheduler, plan)
+                if len(results) == 2:
+                    scheduler.apply(results.popleft(), time.perf_counter())
+                yield plan
             if not results:
-                return time.perf_counter() - started
+                return
             scheduler.apply(results.popleft(), time.perf_counter())
 
     def _step(self, plan: StepPlan) -> StepResult:
