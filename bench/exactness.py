@@ -18,6 +18,7 @@ import argparse
 import gc
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -102,7 +103,7 @@ def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], f
 def _of_steps(part: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
     """Decodes of one engine, or of two if the pools differ."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        engine = _engine(model, arguments, Path(directory) / "pool")
+        engine = _engine(model, arguments, Path(directory) / "pool" if part == "pool" else None)
         other = _engine(model, arguments, None) if part == "pool" else engine
         config = replace(engine.config, policy=PolicyKind.FAIR if part == "fairness" else PolicyKind.FCFS)
         for streams in arguments.streams:
@@ -165,7 +166,11 @@ def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) 
         kv_cache_file=pool_file,
         persistent_kv_cache="off" if pool_file is None else "on",
     )
-    return InProcessEngine(settings)
+    engine = InProcessEngine(settings)
+    for thread in threading.enumerate():
+        if thread.name == "populate":
+            thread.join()
+    return engine
 
 
 def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
