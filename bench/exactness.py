@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -103,8 +104,8 @@ def alternate(kept: Rate, without: Rate, seconds: float) -> tuple[list[float], f
 def _of_steps(part: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
     """Decodes of one engine, or of two if the pools differ."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        engine = _engine(model, arguments, Path(directory) / "pool" if part == "pool" else None)
-        other = _engine(model, arguments, None) if part == "pool" else engine
+        other = _engine(model, max(arguments.streams), None)
+        engine = _engine(model, max(arguments.streams), Path(directory) / "pool") if part == "pool" else other
         config = replace(engine.config, policy=PolicyKind.FAIR if part == "fairness" else PolicyKind.FCFS)
         for streams in arguments.streams:
             work = _work(streams)
@@ -151,15 +152,16 @@ def alternate_steps(
     return ratios, statistics.median(of_kept)
 
 
-def _engine(model: Path, arguments: argparse.Namespace, pool_file: Path | None) -> InProcessEngine:
-    most = max(arguments.streams)
+@cache
+def _engine(model: Path, most: int, pool_file: Path | None) -> InProcessEngine:
+    """An engine whose pool is populated, so that nothing else of the process runs with its steps."""
     settings = WorkerSettings(
         model=str(model),
         device="cpu",
         num_gpu_blocks=most * (_OUTPUT // _BLOCK + 4),
         max_num_seqs=most,
         max_model_len=_OUTPUT + 4 * _BLOCK,
-        num_threads=arguments.num_threads,
+        num_threads=torch.get_num_threads(),
         swap_space=0,
         speculate=("off",),
         multi_step_ms=0,
