@@ -71,7 +71,8 @@ def add_results(path: Path, title: str, series: Sequence[Series], **facts: Mappi
     write_results(path, title, series, **{name: {**earlier.get(name, {}), **fact} for name, fact in facts.items()})
     result = json.loads(path.read_text())
     kept = [each for each in earlier.get("series", []) if each["name"] not in names]
-    runs = [*earlier.get("runs", []), {key: result[key] for key in ("date", "command", "commit")}]
+    run = {key: result[key] for key in ("date", "command", "commit")}
+    runs = [*(each for each in earlier.get("runs", []) if each != run), run]
     path.write_text(json.dumps({**result, "series": kept + result["series"], "runs": runs}, indent=2) + "\n")
 
 
