@@ -1,4 +1,4 @@
-"""Products of the sizes of a 160-million-parameter LLaMA: our kernel, oneDNN with packed weights, plain torch.
+"""Products of the sizes of a model: our kernel, oneDNN with packed weights, plain torch.
 
 With few tokens every call runs over weights of 256 MB in all, so that they come from memory as in a step; with many
 tokens it runs over a part of them.
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.models import SHAPES
 from kernels.cpu.bindings import CpuKernels
 from kernels.packed_weight import Quantization
 
@@ -17,20 +18,26 @@ _BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One product of a layer, by its sizes."""
+    """One product of a layer, by its sizes, and how many of it a model has."""
 
     name: str
     out_features: int
     in_features: int
+    count: int
 
 
-LAYERS = (
-    Layer("query, key, value", 2304, 768),
-    Layer("attention output", 768, 768),
-    Layer("gate and up", 6144, 768),
-    Layer("down", 768, 3072),
-    Layer("head", 32_000, 768),
-)
+def products_of(shape: str) -> tuple[Layer, ...]:
+    """All products of a forward pass of a shape that is built as LLaMA."""
+    config = SHAPES[shape]
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    layers, kv_heads = config["num_hidden_layers"], config.get("num_key_value_heads", heads)
+    return (
+        Layer("query, key, value", hidden // heads * (heads + 2 * kv_heads), hidden, layers),
+        Layer("attention output", hidden, hidden, layers),
+        Layer("gate and up", 2 * inner, hidden, layers),
+        Layer("down", hidden, inner, layers),
+        Layer("head", config["vocab_size"], hidden, 1),
+    )
 
 
 def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, dict[str, Callable[[], object]]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from bench.kernel_products import LAYERS, Layer, make_products
+from bench.kernel_products import Layer, make_products, products_of
 from bench.report import Series, write_results
 from kernels import reference
 from kernels.backends import Implementation
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> None:
         if "product" in parts:
             series += [
                 each
-                for layer in LAYERS
+                for layer in products_of("llama-160m")
                 for tokens in arguments.tokens
                 for each in _product(kernels, layer, tokens, arguments.runs)
             ]

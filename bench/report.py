@@ -7,7 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,6 +61,19 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def add_results(path: Path, title: str, series: Sequence[Series], **facts: Mapping[str, object]) -> None:
+    """As `write_results`, for a file that several runs fill: figures and entries of facts that have other names stay,
+    and `runs` has the date, command and commit of each run."""
+    earlier = json.loads(path.read_text()) if path.exists() else {}
+    names = {each.name for each in series}
+    write_results(path, title, series, **{name: {**earlier.get(name, {}), **fact} for name, fact in facts.items()})
+    result = json.loads(path.read_text())
+    kept = [each for each in earlier.get("series", []) if each["name"] not in names]
+    run = {key: result[key] for key in ("date", "command", "commit")}
+    runs = [*(each for each in earlier.get("runs", []) if each != run), run]
+    path.write_text(json.dumps({**result, "series": kept + result["series"], "runs": runs}, indent=2) + "\n")
 
 
 def _commit() -> str | None:

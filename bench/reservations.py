@@ -95,6 +95,8 @@ def _settings(model: Path, arguments: argparse.Namespace) -> WorkerSettings:
         max_num_seqs=64,
         max_model_len=arguments.longest,
         swap_space=0,
+        multi_step_ms=0,
+        speculate=("off",),
         num_threads=arguments.num_threads,
     )
 

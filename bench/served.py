@@ -10,9 +10,12 @@ from quire_cli.bench.grpc_client import GrpcServer
 _TIMEOUT_S = 900
 
 
-async def send_at_once(address: str, requests: Sequence[LoadRequest]) -> Report:
-    """Streams all requests over gRPC, greedily. RuntimeError if a request fails or a token is missing."""
-    server = GrpcServer(address, model=None, api_key=None, tls=None, sampling={"temperature": 0.0}, ignore_eos=True)
+async def send_at_once(
+    address: str, requests: Sequence[LoadRequest], *, temperature: float = 0.0, top_p: float = 1.0
+) -> Report:
+    """Streams all requests over gRPC. RuntimeError if a request fails or a token is missing."""
+    sampling = {"temperature": temperature, "top_p": top_p}
+    server = GrpcServer(address, model=None, api_key=None, tls=None, sampling=sampling, ignore_eos=True)
     pacing = Pacing(max_concurrency=None, is_closed=False, duration_s=None, timeout_s=_TIMEOUT_S)
     driver = Driver(server, pacing, lambda *_: None)
     try:

@@ -1,6 +1,6 @@
 """The time of each stage of a forward pass on the CPU: each kind of operation by itself, over all layers, with its
-floor. The floor is the longer of two times: a plain sum in the same process that reads the same number of bytes, and
-the same number of products with operands in registers.
+floor. The floor is the longer of two times: reading the same number of bytes as fast as the same threads can, and the
+same number of products with operands in registers.
 
 Parts and whole are recordings of the same model over the same tensors, run in turn; the least time of the runs counts.
 """
@@ -31,7 +31,6 @@ from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
 
 _BLOCK_SIZE = 16
-_SUMMED_BYTES = 256 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +72,7 @@ def main(arguments: argparse.Namespace) -> None:
         kept.append(floors(batch, stages, machine))
         what = "sequences" if arguments.prompt is None else "prompt"
         print(
-            f"\n{batch} {what} of {passes.context} tokens; a plain sum reads {machine.gigabytes:.1f} GB/s, products in "
+            f"\n{batch} {what} of {passes.context} tokens; the threads read {machine.gigabytes:.1f} GB/s, products in "
             f"registers do {machine.gigaflops:.0f} GFLOP/s"
         )
         floors_ms = {stage.name: machine.floor_ms(stage) for stage in stages[1:]}
@@ -124,7 +123,7 @@ class Machine:
     """Peak rates of the processor with the threads of the pass.
 
     Attributes:
-        gigabytes: a second, by a plain sum.
+        gigabytes: a second, read from memory.
         gigaflops: a second, by products whose operands stay in registers.
     """
 
@@ -145,13 +144,20 @@ def floors(batch: int, stages: Sequence[Stage], machine: Machine) -> dict[str, A
 class Passes:
     """A model's layers, recorded over a pool that holds `num_rows` sequences of `context` tokens, or up to a block
     less, so that the number of sequences that have just filled a block is as in service. The last `num_new` tokens of
-    each are computed.
+    each are computed, as a chunk, or `one_by_one`: each as a row of one token, as drafts are verified.
     """
 
     def __init__(
-        self, model: NativeCausalLM, num_rows: int, context: int, dtype: torch.dtype, num_new: int = 1
+        self,
+        model: NativeCausalLM,
+        num_rows: int,
+        context: int,
+        dtype: torch.dtype,
+        num_new: int = 1,
+        *,
+        one_by_one: bool = False,
     ) -> None:
-        self.context, self.num_new = context, num_new
+        self.context, self.num_new, self._rows_each = context, num_new, num_new if one_by_one else 1
         blocks = -(-context // _BLOCK_SIZE)
         geometry = pool_geometry(model, PoolRequest(_BLOCK_SIZE, num_rows * blocks, None, 0, 0, dtype), None)
         num_blocks = num_rows * (blocks + geometry.state_blocks)
@@ -162,7 +168,8 @@ class Passes:
             caches.pages.view(torch.float32).normal_()
         fill_pool(tuple(caches.kv_caches), model.head_dim)
         num_tokens = num_rows * num_new
-        self._room = room_for(model, pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=num_rows)
+        room_rows = num_rows * self._rows_each
+        self._room = room_for(model, pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=room_rows)
         shorter = (torch.arange(num_rows) + _BLOCK_SIZE // 2) % _BLOCK_SIZE
         self._lengths = context - (shorter if num_new == 1 else torch.zeros_like(shorter))
         self._fill(num_rows, blocks, num_blocks)
@@ -177,7 +184,7 @@ class Passes:
 
     def run(self, part: Recording, num_rows: int) -> None:
         """Runs a part of the recording, for the first rows."""
-        part.run(num_rows * self.num_new, num_rows)
+        part.run(num_rows * self.num_new, num_rows * self._rows_each)
 
     def kv_bytes(self, num_rows: int) -> int:
         """Bytes that attention of the first rows reads."""
@@ -204,11 +211,12 @@ class Passes:
         row = torch.arange(num_rows).repeat_interleave(self.num_new)
         last = (self._lengths[:, None] - self.num_new + torch.arange(self.num_new)).flatten()
         room.positions.copy_(last)
-        attention.block_tables.copy_(tables)
+        attention.block_tables.copy_(tables.repeat_interleave(self._rows_each, 0))
         last_blocks = tables[row, last // _BLOCK_SIZE]
         attention.slot_mapping.copy_(last_blocks * _BLOCK_SIZE + last % _BLOCK_SIZE)
-        attention.query_start_loc.copy_(torch.arange(num_rows + 1) * self.num_new)
-        attention.seq_lens.copy_(self._lengths)
+        of_row = self.num_new // self._rows_each
+        attention.query_start_loc.copy_(torch.arange(num_rows * self._rows_each + 1) * of_row)
+        attention.seq_lens.copy_(last[of_row - 1 :: of_row] + 1)
 
 
 def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[list[Stage], Machine]:
@@ -231,18 +239,17 @@ def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[l
             flops[name] += passes.attention_flops(batch, call.arguments.num_heads, call.arguments.head_dim)
     for work in (read_bytes, flops):
         work["all layers"] = work.total()
-    numbers = torch.ones(_SUMMED_BYTES // 4)
     times: dict[str, list[float]] = {name: [] for name in parts}
-    sums, rates = [], []
+    reads, rates = list[float](), list[float]()
     with tempfile.TemporaryDirectory() as made:
         peak = Peak(Path(made), torch.get_num_threads(), is_int8=quantization == Quantization.INT8_DYNAMIC.value)
         for _ in range(runs):
             for name, part in parts.items():
                 times[name].append(_seconds(lambda part=part: passes.run(part, batch)) * 1e3)
-            sums.append(_seconds(numbers.sum))
+            reads.append(peak.gigabytes())
             rates.append(peak.gigaflops())
     stages = [Stage(name, read_bytes[name], flops[name], tuple(each)) for name, each in times.items()]
-    return stages, Machine(_SUMMED_BYTES / min(sums) / 1e9, max(rates))
+    return stages, Machine(max(reads), max(rates))
 
 
 def _name(call: RecordedCall) -> str:

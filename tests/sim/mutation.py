@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -41,7 +42,7 @@ def patched(*patches: Patch) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for name in dict.fromkeys(patch.module for patch in patches):
-            changes = _changes(import_module(name), [patch for patch in patches if patch.module == name])
+            changes = _changes(name, tuple(patch for patch in patches if patch.module == name))
             stack.enter_context(_with_codes(changes))
         yield
 
@@ -124,8 +125,10 @@ def _has(statement: ast.stmt, line: int) -> bool:
     return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
 
 
-def _changes(module: ModuleType, patches: Sequence[Patch]) -> list[tuple[FunctionType, CodeType]]:
-    """The functions of a module that patches change, each with its new code."""
+@cache
+def _changes(name: str, patches: tuple[Patch, ...]) -> Sequence[tuple[FunctionType, CodeType]]:
+    """The functions of a module that patches change, each with its new code. They must have their own code now."""
+    module = import_module(name)
     source = inspect.getsource(module)
     for patch in patches:
         source = patch.apply(source)
