@@ -245,8 +245,9 @@ class Results:
                         sequence.held_back.append(columns)
             rows, offsets, tokens, token_ids = (each[plain] for each in (rows, offsets, tokens, token_ids))
         clients = table.client[rows]
-        for client in sorted(set(clients.tolist())):
-            own = clients == client
+        distinct = sorted(set(clients.tolist()))
+        for client in distinct:
+            own = clients == client if len(distinct) > 1 else slice(None)
             events = self._of(ClientId(client))
             if logprobs is not None:
                 places, columns = logprobs.of(tokens[own])

@@ -352,6 +352,10 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         num_states = self._num_shared_states(rows) * self.blocks.states.size
         return int(num_new) * self._num_groups + self._blocks_for_chunks() + num_states
 
+    def max_blocks_for_decodes(self) -> int:
+        of_states = int(np.count_nonzero(self.rows.active)) * self.blocks.states.size
+        return super().max_blocks_for_decodes() + self._blocks_for_chunks() + of_states
+
     def blocks_for_decodes(self) -> int:
         num_blocks = super().blocks_for_decodes() + self._blocks_for_chunks()
         if not (size := self.blocks.states.size):
