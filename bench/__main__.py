@@ -19,6 +19,7 @@ BENCHMARKS = (
     "llama_cpp",
     "quality",
     "reservations",
+    "serve_overhead",
     "servers",
     "soak",
     "stages",
