@@ -328,7 +328,7 @@ def test_a_batch_composed_as_the_last_one_is_read_alike_and_its_other_fields_are
         (make_batch([0, 1], [1, 1], [1, 20]), "batch.num_computed_tokens holds 20"),
         (raw_batch(num_computed_tokens=encode_int32([1])), "has 1 entries; batch.rows has 2"),
         (make_batch([0, 0], [1, 1], [1, 4]), "row 0 twice"),
-        # What was refused is not known.
+        # The decoder does not remember a refused one.
         (make_batch([0, 0], [1, 1], [1, 4]), "row 0 twice"),
     ):
         with pytest.raises(InvalidArgument, match=problem):
