@@ -68,6 +68,8 @@ class RowTable(batch.RowTable[Sequence]):
         self._adapters = adapters
         self.tenant[:] = ""
         self.num_dependent = 0
+        self.stop_sets = Counter[frozenset[int]]()
+        """The sets of stop tokens of the sequences, each with the number of sequences that have it."""
 
     def occupy(self, sequence: Sequence, order: int) -> int:
         row, request = super().occupy(sequence, order), sequence.request
@@ -78,6 +80,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.num_logprobs[row] = request.sampling.logprobs or 0
         self.num_dependent += sequence.is_dependent
+        self.stop_sets[sequence.stop_token_ids] += 1
         if request.adapter is not None:
             self._adapters.use(request.adapter, 1)
         return row
@@ -112,6 +115,9 @@ class RowTable(batch.RowTable[Sequence]):
         for sequence in (self.sequences[row] for row in rows):
             assert sequence is not None, "a free row is released"
             self.num_dependent -= sequence.is_dependent
+            self.stop_sets[sequence.stop_token_ids] -= 1
+            if not self.stop_sets[sequence.stop_token_ids]:
+                del self.stop_sets[sequence.stop_token_ids]
             if sequence.request.adapter is not None:
                 self._adapters.use(sequence.request.adapter, -1)
         super().release(rows)
@@ -351,10 +357,6 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         num_new = np.maximum(-(-slots // size) - self.rows.num_slots[rows] // size, 0).sum()
         num_states = self._num_shared_states(rows) * self.blocks.states.size
         return int(num_new) * self._num_groups + self._blocks_for_chunks() + num_states
-
-    def max_blocks_for_decodes(self) -> int:
-        of_states = int(np.count_nonzero(self.rows.active)) * self.blocks.states.size
-        return super().max_blocks_for_decodes() + self._blocks_for_chunks() + of_states
 
     def blocks_for_decodes(self) -> int:
         num_blocks = super().blocks_for_decodes() + self._blocks_for_chunks()

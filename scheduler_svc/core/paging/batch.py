@@ -36,7 +36,6 @@ class RowTable(Generic[S]):
 
     def __init__(self, max_num_rows: int) -> None:
         self.sequences: list[S | None] = [None] * max_num_rows
-        self.stop_sets = Counter[frozenset[int]]()  # the stop tokens of sequences, and how many sequences have them
         self._free = list(range(max_num_rows))
         for name, declared in get_type_hints(type(self), include_extras=True).items():
             setattr(self, name, np.zeros(max_num_rows, declared.__metadata__[0]))
@@ -49,7 +48,6 @@ class RowTable(Generic[S]):
         """Gives a sequence the lowest free row, which is not active yet. Returns the row."""
         row = heapq.heappop(self._free)
         self.sequences[row] = sequence
-        self.stop_sets[sequence.stop_token_ids] += 1
         self.max_len[row], self.order[row] = sequence.max_len, order
         self.shares_tail[row], self.dependent[row] = False, sequence.is_dependent
         sequence.row = row
@@ -78,9 +76,6 @@ class RowTable(Generic[S]):
             assert sequence is not None, f"row {row} is free"
             sequence.row = None
             self.sequences[row] = None
-            self.stop_sets[sequence.stop_token_ids] -= 1
-            if not self.stop_sets[sequence.stop_token_ids]:
-                del self.stop_sets[sequence.stop_token_ids]
             heapq.heappush(self._free, row)
         if rows:
             self.active[rows] = False
@@ -138,10 +133,6 @@ class StepPlan:
     samples: Array  # [s, 2] row that samples, row of the batch whose last token's logits it samples from
 
 
-_NO_ROWS = np.zeros(0, dtype=np.int64)
-_NOTHING = {width: np.zeros((0, width), dtype=np.int64) for width in (2, 3)}
-
-
 class StepDraft:
     """The next step while it is built: all changes for the worker since the last step, also those between two plans.
     `budget` is the number of further tokens that the batch may have."""
@@ -155,7 +146,7 @@ class StepDraft:
         self.blocks: dict[tuple[int, int], BlockId] = {}  # by row and logical index
         self._release: dict[int, None] = {}
         # Decoding rows and their computed tokens; after them chunks, as (row, new tokens, computed tokens).
-        self._rows = self._num_computed = _NO_ROWS
+        self._rows = self._num_computed = np.zeros(0, dtype=np.int64)
         self._chunks: list[tuple[int, int, int]] = []
         self.chunk_samples: list[tuple[int, int]] = []  # sampling row, row that it samples from
 
@@ -202,7 +193,7 @@ class StepDraft:
             swap_out=_array(swap_out, 2),
             swap_in=_array(swap_in, 2),
             copy=_array(self.copies, 2),
-            release=np.array(list(self._release), dtype=np.int64) if self._release else _NO_ROWS,
+            release=np.array(list(self._release), dtype=np.int64),
             assign=tuple(self.assign.values()),
             fork=_array([(parent, child) for child, parent in self.parents.items()], 2),
             set_tokens=_array([(row, *chosen) for row, chosen in self.tokens.items()], 3),
@@ -212,6 +203,9 @@ class StepDraft:
             num_computed_tokens=batch[2],
             samples=samples,
         )
+
+
+_NOTHING = {width: np.zeros((0, width), dtype=np.int64) for width in (2, 3)}
 
 
 def _array(entries: SequenceOf[tuple[int, ...]], width: int) -> Array:
@@ -344,10 +338,6 @@ class Batch(Generic[S, G]):
         self.blocks.retire(sequences)
         for sequence in sequences:
             sequence.status = SequenceStatus.FINISHED
-
-    def max_blocks_for_decodes(self) -> int:
-        """An upper bound of `blocks_for_decodes`."""
-        return int(np.count_nonzero(self.rows.active)) * self._num_groups
 
     def blocks_for_decodes(self) -> int:
         """Free blocks that all decoding rows take: new ones, and copies of writers of a block but its last holder."""

@@ -6,7 +6,7 @@ of its own, so that a subclass may decide otherwise."""
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Generic, Protocol, cast
+from typing import Generic, Protocol
 
 from scheduler_svc.core.paging.batch import Array, Batch, RowTable, StepDraft, StepPlan
 from scheduler_svc.core.paging.block_tables import BlockTables
@@ -50,9 +50,7 @@ class Planner(Generic[S, G]):
     def _preempt_for_decodes(self, now: float) -> bool:
         """Preempts until every decoding row can have a slot for its next token. Returns whether it preempted."""
         batch = self._state.batch
-        num_free = batch.blocks.pool.num_free
-        # Most pools have a block for each row, and then nothing is counted.
-        if batch.max_blocks_for_decodes() <= num_free or batch.blocks_for_decodes() <= num_free:
+        if batch.blocks_for_decodes() <= batch.blocks.pool.num_free:
             return False
         victims, has_preempted = self._victims(), False
         while batch.blocks_for_decodes() > batch.blocks.pool.num_free:
@@ -105,22 +103,16 @@ class Planner(Generic[S, G]):
                 batch.add_chunk(row, self.running.get(batch.sequence(row).key))
 
 
-_FEW_STOP_SETS = 8
-"""Up to this many sets of stop tokens are looked up for all rows together."""
-
-
 def append_tokens(table: RowTable[S], rows: Array, token_ids: Array, is_due: Array) -> list[S]:
     """Appends one token to the sequence of each row. Returns sequences that are due, bool[n], or got a stop token."""
-    sequences = [cast(S, table.sequences[row]) for row in rows.tolist()]
-    tokens: list[int] = token_ids.tolist()
-    for sequence, token_id in zip(sequences, tokens, strict=True):
+    due: list[S] = []
+    sequences: list[S | None] = [table.sequences[row] for row in rows.tolist()]
+    for sequence, token_id, each_is_due in zip(sequences, token_ids.tolist(), is_due.tolist(), strict=True):
+        assert sequence is not None
         sequence.token_ids.append(token_id)
-    # Most requests have the model's stop tokens, and most steps none of them.
-    if len(table.stop_sets) > _FEW_STOP_SETS or not all(each.isdisjoint(tokens) for each in table.stop_sets):
-        pairs = enumerate(zip(sequences, tokens, strict=True))
-        is_due = is_due.copy()
-        is_due[[place for place, (sequence, token_id) in pairs if token_id in sequence.stop_token_ids]] = True
-    return [sequences[place] for place in is_due.nonzero()[0].tolist()]
+        if each_is_due or token_id in sequence.stop_token_ids:
+            due.append(sequence)
+    return due
 
 
 def end_sequences(batch: Batch[S, G], running: GroupQueue[G], ending: SequenceOf[S]) -> list[G]:
