@@ -17,6 +17,7 @@ BENCHMARKS = (
     "kills",
     "llama_cpp",
     "reservations",
+    "serve_overhead",
     "servers",
     "soak",
     "stages",

@@ -36,7 +36,7 @@ class NamedLoad:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("servers", nargs="+", type=_server, metavar="NAME=URL", help="servers with OpenAI's API")
+    parser.add_argument("servers", nargs="+", type=named_server, metavar="NAME=URL", help="servers with OpenAI's API")
     parser.add_argument(
         "--load",
         required=True,
@@ -125,7 +125,8 @@ def _known(statistics: Statistics | None) -> Statistics:
     return statistics
 
 
-def _server(text: str) -> tuple[str, str]:
+def named_server(text: str) -> tuple[str, str]:
+    """Parses NAME=URL."""
     name, separator, url = text.partition("=")
     if not (name and separator and url):
         raise argparse.ArgumentTypeError(f"{text!r} is no NAME=URL")

@@ -377,6 +377,8 @@ def _token_runs(message: scheduler_pb2.TokenEvents) -> list[TokenRun]:
 def _by_sequence(handles: _Column, indices: _Column, offsets: _Column, token_ids: _Column) -> list[_Column]:
     """The columns with the tokens of a sequence one after the other: the events of several steps have them apart."""
     keys = handles.astype(np.int64) << 32 | indices
+    if not np.count_nonzero(keys[1:] < keys[:-1]):
+        return [handles, indices, offsets, token_ids]
     order = np.argsort(keys, kind="stable")
     return [column[order] for column in (handles, indices, offsets, token_ids)]
 

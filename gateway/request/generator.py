@@ -411,7 +411,8 @@ async def answer_event(live: LiveRequest, event: Event, make: Callable[[], Answe
     num_logprobs = 0 if isinstance(event, Finished) else _num_prompt_logprobs(live)
     if isinstance(event, Chunk):
         num_logprobs = _num_logprobs(live, event) + (0 if event.offset else num_logprobs)
-    return await _made(num_logprobs, make)
+    # Called for each event: `_made` would be one more coroutine.
+    return await asyncio.to_thread(make) if num_logprobs > _LARGE else make()
 
 
 async def _made(num_logprobs: int, make: Callable[[], Answer]) -> Answer:

@@ -1,6 +1,7 @@
 """Incremental detokenization: token ids to text, as they come, with the clean-up of spaces if it is set."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 # Byte-level and byte-fallback decoders write this for bytes that are not part of a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -14,6 +15,13 @@ _SPACED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 # The characters before the last one of each. Clean-up only removes spaces, so text is certain up to the first space
 # that only such characters follow.
 _SPACED_STARTS = " 'nvr"
+
+
+class SilentIds(Protocol):
+    """Ids without text, as a set has them."""
+
+    def __contains__(self, token_id: object, /) -> bool: ...
+    def isdisjoint(self, token_ids: Collection[int], /) -> bool: ...
 
 
 class Detokenizer:
@@ -35,7 +43,7 @@ class Detokenizer:
         self,
         decode: Callable[[Sequence[int]], str],
         num_incomplete: Callable[[Sequence[int]], int],
-        silent: Container[int],
+        silent: SilentIds,
         context: Sequence[int] = (),
     ) -> None:
         """`decode` returns the text of token ids; `num_incomplete` returns the number of last tokens that begin a
@@ -69,7 +77,9 @@ class Detokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that became certain with them: that of `push`, token by token."""
-        new = [token_id for token_id in token_ids if token_id not in self._silent]
+        new = list(token_ids)
+        if not self._silent.isdisjoint(new):
+            new = [token_id for token_id in new if token_id not in self._silent]
         if len(new) > 1:
             window = self._window + new
             text = self._decode(window)

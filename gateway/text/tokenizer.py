@@ -293,6 +293,10 @@ class _SilentIds:
     def __contains__(self, token_id: object) -> bool:
         return token_id in self._ids or (isinstance(token_id, int) and token_id >= self._end)
 
+    def isdisjoint(self, token_ids: Collection[int]) -> bool:
+        """Whether all of these ids have text."""
+        return self._ids.isdisjoint(token_ids) and max(token_ids, default=-1) < self._end
+
 
 # Tokens of tokenizer_config.json. Only this file may mark a token as special, and it may have tokens that
 # tokenizer.json lacks.

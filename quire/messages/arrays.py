@@ -12,10 +12,9 @@ from quire.messages.logprob_columns import LogprobColumns
 from quire.rpc.errors import InvalidArgument, invalid_field
 
 _INT32 = np.dtype("<i4")
-_INT32_LIMITS = np.iinfo(np.int32)
+_UINT32 = np.dtype("<u4")
+_END_OF_INT32 = 2**31
 _FLOAT32 = np.dtype("<f4")
-# Up to this many bytes, Python finds minimum and maximum faster than numpy does.
-_FEW_BYTES = 256
 
 
 def encode_int32(values: NDArray[np.integer] | Sequence[int]) -> bytes:
@@ -25,12 +24,14 @@ def encode_int32(values: NDArray[np.integer] | Sequence[int]) -> bytes:
         if sys.byteorder != "little":
             packed.byteswap()
         return packed.tobytes()
-    if values.dtype != _INT32 and values.size:
-        if not np.issubdtype(values.dtype, np.integer):
-            raise TypeError(f"encode_int32 got {values.dtype}")
-        if values.min() < _INT32_LIMITS.min or values.max() > _INT32_LIMITS.max:
-            raise OverflowError("a value does not fit in int32")
-    return values.astype(_INT32, copy=False).tobytes()
+    if not values.size:
+        return b""
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"encode_int32 got {values.dtype}")
+    narrow = values.astype(_INT32, copy=False)
+    if values.dtype != _INT32 and np.count_nonzero(narrow != values):
+        raise OverflowError("a value does not fit in int32")
+    return narrow.tobytes()
 
 
 def decode_int32(
@@ -50,7 +51,10 @@ def decode_int32(
     """
     array = _decode(data, field, _INT32, columns)
     if data and (minimum is not None or below is not None):
-        least, greatest = _range_of(data, array)
+        if minimum == 0 and int(array.view(_UINT32).max()) < (_END_OF_INT32 if below is None else below):
+            # The usual case takes one pass: as unsigned numbers, negative ones are above all others.
+            return array
+        least, greatest = int(array.min()), int(array.max())
         if minimum is not None and least < minimum:
             raise invalid_field(field, f"holds {least}; the least value is {minimum}")
         if below is not None and greatest >= below:
@@ -110,13 +114,6 @@ def decode_logprobs(message: LogprobMessage, *, vocab_size: int | None = None) -
             f"to {num_top}, {len(top_ids)} top token ids and {len(top)} top log probabilities"
         )
     return LogprobColumns(chosen, ranks, counts, top_ids, top)
-
-
-def _range_of(data: bytes, array: NDArray[np.int32]) -> tuple[int, int]:
-    if len(data) <= _FEW_BYTES and sys.byteorder == "little":
-        values = memoryview(data).cast("i")
-        return min(values), max(values)
-    return int(array.min()), int(array.max())
 
 
 def _decode(data: bytes, field: str, dtype: DTypeLike, columns: int) -> NDArray:

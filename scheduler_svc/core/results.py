@@ -6,13 +6,14 @@ A result is checked as a whole before any part of it is applied, so that an inva
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from typing import cast
 
 import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns, LogprobLog
 from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidatesError
 from scheduler_svc.core.paging.batch import Array
-from scheduler_svc.core.paging.scheduler import append_tokens, end_sequences
+from scheduler_svc.core.paging.scheduler import end_sequences
 from scheduler_svc.core.policy import GroupQueue
 from scheduler_svc.core.request import ClientId
 from scheduler_svc.core.running_batch import Batch, RowTable
@@ -207,7 +208,7 @@ class Results:
         is_milestone = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (
             known >= table.max_len[rows]
         )
-        return append_tokens(table, rows, ends, is_milestone)
+        return _append_tokens(table, rows, ends, is_milestone)
 
     def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
         """The number of new tokens that each row keeps: up to the token that ends its sequence."""
@@ -245,8 +246,9 @@ class Results:
                         sequence.held_back.append(columns)
             rows, offsets, tokens, token_ids = (each[plain] for each in (rows, offsets, tokens, token_ids))
         clients = table.client[rows]
-        for client in sorted(set(clients.tolist())):
-            own = clients == client
+        distinct = sorted(set(clients.tolist()))
+        for client in distinct:
+            own = clients == client if len(distinct) > 1 else slice(None)
             events = self._of(ClientId(client))
             if logprobs is not None:
                 places, columns = logprobs.of(tokens[own])
@@ -454,6 +456,24 @@ class Results:
         if client not in self.events:
             self.events[client] = ClientEvents()
         return self.events[client]
+
+
+_FEW_STOP_SETS = 8
+"""Up to this many sets of stop tokens are looked up for all rows together."""
+
+
+def _append_tokens(table: RowTable, rows: Array, token_ids: Array, is_due: Array) -> list[Sequence]:
+    """`paging.scheduler.append_tokens`, faster while no sequence gets a stop token."""
+    sequences = [cast(Sequence, table.sequences[row]) for row in rows.tolist()]
+    tokens: list[int] = token_ids.tolist()
+    for sequence, token_id in zip(sequences, tokens, strict=True):
+        sequence.token_ids.append(token_id)
+    # Most requests have the model's stop tokens, and most steps none of them.
+    if len(table.stop_sets) > _FEW_STOP_SETS or not all(each.isdisjoint(tokens) for each in table.stop_sets):
+        pairs = enumerate(zip(sequences, tokens, strict=True))
+        is_due = is_due.copy()
+        is_due[[place for place, (sequence, token_id) in pairs if token_id in sequence.stop_token_ids]] = True
+    return [sequences[place] for place in is_due.nonzero()[0].tolist()]
 
 
 def _logprobs_of(sequence: Sequence, candidates: Candidates, place: int) -> LogprobColumns | None:

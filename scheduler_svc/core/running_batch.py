@@ -68,6 +68,8 @@ class RowTable(batch.RowTable[Sequence]):
         self._adapters = adapters
         self.tenant[:] = ""
         self.num_dependent = 0
+        self.stop_sets = Counter[frozenset[int]]()
+        """The sets of stop tokens of the sequences, each with the number of sequences that have it."""
 
     def occupy(self, sequence: Sequence, order: int) -> int:
         row, request = super().occupy(sequence, order), sequence.request
@@ -78,6 +80,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.wants_logprobs[row] = request.beam is None and (request.selects or request.sampling.logprobs is not None)
         self.num_logprobs[row] = request.sampling.logprobs or 0
         self.num_dependent += sequence.is_dependent
+        self.stop_sets[sequence.stop_token_ids] += 1
         if request.adapter is not None:
             self._adapters.use(request.adapter, 1)
         return row
@@ -112,6 +115,9 @@ class RowTable(batch.RowTable[Sequence]):
         for sequence in (self.sequences[row] for row in rows):
             assert sequence is not None, "a free row is released"
             self.num_dependent -= sequence.is_dependent
+            self.stop_sets[sequence.stop_token_ids] -= 1
+            if not self.stop_sets[sequence.stop_token_ids]:
+                del self.stop_sets[sequence.stop_token_ids]
             if sequence.request.adapter is not None:
                 self._adapters.use(sequence.request.adapter, -1)
         super().release(rows)

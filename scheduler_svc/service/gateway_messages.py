@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from itertools import chain
 from typing import NamedTuple
 
 from google.rpc import code_pb2
@@ -233,14 +234,14 @@ def gateway_messages(outgoing: Outgoing) -> Iterator[scheduler_pb2.ConnectRespon
 
 def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     """The events of one or more steps, oldest first, in one message."""
-    batches = outgoing.batches
-    message = scheduler_pb2.TokenEvents(
-        step_id=outgoing.step_id,
-        handles=encode_int32([handle for batch in batches for handle in batch.handles]),
-        sequence_indices=encode_int32([index for batch in batches for index in batch.sequence_indices]),
-        offsets=encode_int32([offset for batch in batches for offset in batch.offsets]),
-        token_ids=encode_int32([token_id for batch in batches for token_id in batch.token_ids]),
-    )
+    batches, response = outgoing.batches, scheduler_pb2.ConnectResponse()
+    # Filled in place: a message that is passed to the constructor of another is copied.
+    message = response.events
+    message.step_id = outgoing.step_id
+    message.handles = _column([batch.handles for batch in batches])
+    message.sequence_indices = _column([batch.sequence_indices for batch in batches])
+    message.offsets = _column([batch.offsets for batch in batches])
+    message.token_ids = _column([batch.token_ids for batch in batches])
     for entry in outgoing.prompt_logprobs:
         added = message.prompt_logprobs.add(
             handle=entry.handle, first_position=entry.first_position, token_ids=encode_int32(entry.token_ids)
@@ -250,8 +251,9 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     logprobs = LogprobLog()
     first = 0
     for batch in batches:
-        with_logprobs += [first + event for event in batch.with_logprobs]
-        logprobs.extend(batch.logprobs)
+        if batch.with_logprobs:
+            with_logprobs += [first + event for event in batch.with_logprobs]
+            logprobs.extend(batch.logprobs)
         first += len(batch.token_ids)
         message.finished.extend(map(_sequence_end_message, batch.finished))
         message.completed.extend(_request_end_message(end.handle, end.usage) for end in batch.completed)
@@ -265,7 +267,12 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
         has_source = bool(source.lease)
         message.moved.add(handle=handle, source=source_message(source) if has_source else None)
     message.has_room.extend(outgoing.has_room)
-    return scheduler_pb2.ConnectResponse(events=message)
+    return response
+
+
+def _column(parts: SequenceOf[list[int]]) -> bytes:
+    """A column of events, of all batches."""
+    return encode_int32(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)))
 
 
 def _sequence_end_message(end: SequenceEnd) -> scheduler_pb2.SequenceEnd:

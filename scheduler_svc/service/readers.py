@@ -187,7 +187,8 @@ class Delivery:
             if connection is not None:
                 # Most steps belong to one gateway: its part is made of whole columns.
                 handles = [reader.handle for reader in readers if reader is not None]
-                parts[connection] = replace(events, handles=handles, finished=[], completed=[], failed=[])
+                columns = (events.sequence_indices, events.offsets, events.token_ids)
+                parts[connection] = ClientEvents(handles, *columns, events.with_logprobs, events.logprobs)
         else:
             places: dict[Connection, list[int]] = {}
             for place, reader in enumerate(readers):

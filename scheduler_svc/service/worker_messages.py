@@ -78,42 +78,40 @@ def source_message(source: KvSource) -> common_pb2.KvSource:
 
 def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
     """A step, serialized once for all ranks."""
-    step = worker_pb2.StepRequest(
-        step_id=plan.step_id,
-        scheduler_epoch=epoch,
-        worker_generation=generation,
-        cache_operations=worker_pb2.CacheOperations(
-            swap_out=encode_int32(plan.swap_out), swap_in=encode_int32(plan.swap_in), copy=encode_int32(plan.copy)
-        ),
-        release=encode_int32(plan.release),
-        assign=[_assign_message(assigned) for assigned in plan.assign],
-        fork=encode_int32(plan.fork),
-        reseed=[worker_pb2.ReseedRow(row=row, seed=seed) for row, seed in plan.reseed],
-        set_tokens=[
-            worker_pb2.SetTokens(row=row, position=position, token_ids=encode_int32([token_id]))
-            for row, position, token_id in plan.set_tokens.tolist()
-        ],
-        block_table_deltas=encode_int32(plan.block_table_deltas),
-        batch=worker_pb2.Batch(
-            rows=encode_int32(plan.rows),
-            num_new_tokens=encode_int32(plan.num_new_tokens),
-            num_computed_tokens=encode_int32(plan.num_computed_tokens),
-            samples=encode_int32(plan.samples),
-            max_drafts=b"" if plan.max_drafts is None else encode_int32(plan.max_drafts),
-            max_passes=0 if plan.max_passes == 1 else plan.max_passes,
-        ),
-        sealed_block_ids=encode_int32([block for block, _ in plan.sealed]),
-        sealed_hashes=b"".join(content for _, content in plan.sealed),
-        short_lived_block_ids=encode_int32(plan.short_lived),
-        state_tables=encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)]),
-        checkpoints=encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)]),
-        traced=[
-            worker_pb2.TracedRow(row=assigned.row, traceparent=assigned.traceparent)
-            for assigned in plan.assign
-            if assigned.traceparent is not None
-        ],
-    )
-    return worker_pb2.RunRequest(step=step).SerializeToString()
+    request = worker_pb2.RunRequest()
+    # Filled in place: a message that is passed to the constructor of another is copied.
+    step = request.step
+    step.step_id, step.scheduler_epoch, step.worker_generation = plan.step_id, epoch, generation
+    operations, batch = step.cache_operations, step.batch
+    operations.swap_out, operations.swap_in = encode_int32(plan.swap_out), encode_int32(plan.swap_in)
+    operations.copy = encode_int32(plan.copy)
+    batch.rows, batch.samples = encode_int32(plan.rows), encode_int32(plan.samples)
+    batch.num_new_tokens = encode_int32(plan.num_new_tokens)
+    batch.num_computed_tokens = encode_int32(plan.num_computed_tokens)
+    if plan.max_drafts is not None:
+        batch.max_drafts = encode_int32(plan.max_drafts)
+    batch.max_passes = 0 if plan.max_passes == 1 else plan.max_passes
+    step.block_table_deltas = encode_int32(plan.block_table_deltas)
+    step.release, step.fork = encode_int32(plan.release), encode_int32(plan.fork)
+    _add_row_changes(step, plan)
+    step.sealed_block_ids = encode_int32([block for block, _ in plan.sealed])
+    step.sealed_hashes = b"".join([content for _, content in plan.sealed])
+    step.short_lived_block_ids = encode_int32(plan.short_lived)
+    step.state_tables = encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)])
+    step.checkpoints = encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)])
+    return request.SerializeToString()
+
+
+def _add_row_changes(step: worker_pb2.StepRequest, plan: StepPlan) -> None:
+    """Adds the changes that have messages of their own."""
+    step.assign.extend(map(_assign_message, plan.assign))
+    for row, seed in plan.reseed:
+        step.reseed.add(row=row, seed=seed)
+    for row, position, token_id in plan.set_tokens.tolist():
+        step.set_tokens.add(row=row, position=position, token_ids=encode_int32([token_id]))
+    for assigned in plan.assign:
+        if assigned.traceparent is not None:
+            step.traced.add(row=assigned.row, traceparent=assigned.traceparent)
 
 
 def _assign_message(assigned: RowAssignment) -> worker_pb2.AssignRow:

@@ -135,7 +135,8 @@ class RowLedger:
         lengths = (*self._columns, self._sequences)
         saved = [each.copy() for each in lengths]
         assigned = np.array([each.row for each in changes.assign], dtype=np.int32)
-        touched = np.unique(np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0])))
+        # A row may be named several times: its entries are then saved several times.
+        touched = np.concatenate((assigned, changes.fork[:, 1], changes.block_table_deltas[:, 0]))
         # Tables have room for the longest sequence; most rows use little of it.
         assigned_blocks = max((len(each.block_table) for each in changes.assign), default=0)
         last_set = changes.block_table_deltas[:, 1].max(initial=-1)
@@ -185,6 +186,8 @@ class RowLedger:
         self._tables[row, : len(assign.block_table)] = assign.block_table
 
     def _fork(self, pairs: Int32Array) -> tuple[int, int]:
+        if not len(pairs):
+            return 0, 0
         parents, children = pairs[:, 0], pairs[:, 1]
         self._require_held(parents, "fork")
         self._require_sure(parents, "fork")
@@ -206,13 +209,13 @@ class RowLedger:
         self._num_tokens[change.row] = change.position + len(change.token_ids)
 
     def _extend_tables(self, deltas: Int32Array) -> None:
-        """Replaces entries, and adds entries without a gap."""
+        """Replaces entries, and adds entries without a gap. Each entry is named once."""
         if not len(deltas):
             return
         rows, indices, block_ids = deltas.T
         self._require_held(rows, "block_table_deltas")
         self._tables[rows, indices] = block_ids
-        added = np.unique(deltas[indices >= self._num_blocks[rows], :2], axis=0)
+        added = deltas[indices >= self._num_blocks[rows], :2]
         if not len(added):
             return
         lengths = self._num_blocks + np.bincount(added[:, 0], minlength=len(self._num_blocks))

@@ -8,6 +8,7 @@ If the sampling parameters of a row are wrong, the step runs and only that row f
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,6 @@ from worker_svc.step import (
     SetTokens,
     Step,
     StepOutput,
-    TokenLogprobs,
     WorkerInfo,
     WorkerLimits,
     check_distinct,
@@ -44,6 +44,8 @@ from worker_svc.step import (
 )
 
 _MAX_UINT32 = 0xFFFFFFFF
+_Composition = tuple[Int32Array, Int32Array, Int32Array]
+"""The rows of a batch, their numbers of new tokens, and its samples; see `Batch`."""
 _SLOTS_AT_ONCE = 4096
 """Maximum slots of a tier in one message: a scheduler handles it between steps."""
 
@@ -78,6 +80,9 @@ class StepDecoder:
         self._limits = info.limits
         self._max_blocks = info.pool.table_len(info.model.max_model_len)
         self._sampling = SamplingReader(info.model, info.limits)
+        # The last composition that was found valid, and the fields that it was read from.
+        self._composition: _Composition | None = None
+        self._composition_data: tuple[bytes, bytes, bytes] | None = None
 
     def decode(self, message: worker_pb2.StepRequest) -> Step:
         """The step as values.
@@ -181,14 +186,14 @@ class StepDecoder:
         return token_ids
 
     def _batch(self, message: worker_pb2.Batch) -> Batch:
-        max_rows, max_tokens = self._limits.max_num_rows, self._model.max_model_len
-        rows = _ids(message.rows, "batch.rows", max_rows)
-        new = decode_int32(message.num_new_tokens, "batch.num_new_tokens", minimum=1, below=max_tokens + 1)
-        computed = _ids(message.num_computed_tokens, "batch.num_computed_tokens", max_tokens)
-        for field, array in (("batch.num_new_tokens", new), ("batch.num_computed_tokens", computed)):
-            if len(array) != len(rows):
-                raise invalid_field(field, f"has {len(array)} entries; batch.rows has {len(rows)}")
-        samples = _tuples(message.samples, "batch.samples", (max_rows, max_rows))
+        data = message.rows, message.num_new_tokens, message.samples
+        if self._composition is None or data != self._composition_data:
+            # While rows only decode, a step has the composition of the step before.
+            self._composition, self._composition_data = self._checked_composition(*data), data
+        rows, new, samples = self._composition
+        computed = _ids(message.num_computed_tokens, "batch.num_computed_tokens", self._model.max_model_len)
+        if len(computed) != len(rows):
+            raise invalid_field("batch.num_computed_tokens", f"has {len(computed)} entries; batch.rows has {len(rows)}")
         drafts = _ids(message.max_drafts, "batch.max_drafts", self._limits.max_growth + 1)
         if len(drafts) not in (0, len(samples)):
             raise invalid_field("batch.max_drafts", f"has {len(drafts)} entries; batch.samples has {len(samples)}")
@@ -196,6 +201,22 @@ class StepDecoder:
         if max_passes > self._limits.max_passes:
             raise invalid_field("batch.max_passes", f"is {max_passes}; the limit is {self._limits.max_passes}")
         return Batch(rows, new, computed, samples, drafts, max_passes)
+
+    def _checked_composition(self, rows_data: bytes, new_data: bytes, samples_data: bytes) -> _Composition:
+        """Each row is named once and has new tokens; samples draw from rows of the batch."""
+        max_rows = self._limits.max_num_rows
+        rows = _ids(rows_data, "batch.rows", max_rows)
+        new = decode_int32(new_data, "batch.num_new_tokens", minimum=1, below=self._model.max_model_len + 1)
+        if len(new) != len(rows):
+            raise invalid_field("batch.num_new_tokens", f"has {len(new)} entries; batch.rows has {len(rows)}")
+        samples = _tuples(samples_data, "batch.samples", (max_rows, max_rows))
+        check_distinct(rows, "batch.rows", "row")
+        check_distinct(samples[:, 0], "batch.samples", "row", "as the one that samples")
+        is_in_batch = np.zeros(max_rows, dtype=bool)
+        is_in_batch[rows] = True
+        if (worst := first_true(~is_in_batch[samples[:, 1]])) is not None:
+            raise invalid_field("batch.samples", f"draws from row {samples[worst, 1]}, which is not in batch.rows")
+        return rows, new, samples
 
     def _sealed(self, message: worker_pb2.StepRequest) -> SealedBlocks:
         blocks = _ids(message.sealed_block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
@@ -248,8 +269,7 @@ def _check_row_changes(changes: RowChanges) -> None:
 
 
 def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> None:
-    """Each row is named once; token budget and positions of the model suffice; samples draw from rows of the batch."""
-    check_distinct(batch.rows, "batch.rows", "row")
+    """Token budget and positions of the model suffice, and drafts are of decodes."""
     num_tokens = int(batch.num_new_tokens.sum(dtype=np.int64)) + int(batch.max_drafts.sum(dtype=np.int64))
     if num_tokens > limits.max_num_batched_tokens:
         raise invalid_field(
@@ -262,11 +282,6 @@ def _check_batch(batch: Batch, model: ModelGeometry, limits: WorkerLimits) -> No
             "batch.num_new_tokens",
             f"takes row {batch.rows[worst]} to {ends[worst]} tokens; a sequence has at most {model.max_model_len}",
         )
-    check_distinct(batch.samples[:, 0], "batch.samples", "row", "as the one that samples")
-    is_in_batch = np.zeros(limits.max_num_rows, dtype=bool)
-    is_in_batch[batch.rows] = True
-    if (worst := first_true(~is_in_batch[batch.samples[:, 1]])) is not None:
-        raise invalid_field("batch.samples", f"draws from row {batch.samples[worst, 1]}, which is not in batch.rows")
     if batch.max_passes > 1:
         if len(batch.samples) != len(batch.rows) or (batch.num_new_tokens > 1).any():
             raise invalid_field("batch.max_passes", f"is {batch.max_passes}, and not all rows are decodes")
@@ -285,8 +300,19 @@ def _ids(data: bytes, field: str, below: int) -> Int32Array:
     return decode_int32(data, field, minimum=0, below=below)
 
 
+@cache
+def _nothing(width: int) -> Int32Array:
+    """[0, width], read-only as all decoded arrays are."""
+    array = np.zeros((0, width), np.int32)
+    array.flags.writeable = False
+    return array
+
+
 def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
     """[n, len(below)]; each column has a bound of its own."""
+    if not data:
+        # Most lists of most steps are empty.
+        return _nothing(len(below))
     array = decode_int32(data, field, minimum=0, columns=len(below))
     if len(array):
         for column, (greatest, bound) in enumerate(zip(array.max(axis=0), below, strict=True)):
@@ -297,28 +323,25 @@ def _tuples(data: bytes, field: str, below: tuple[int, ...]) -> Int32Array:
 
 def result_message(output: StepOutput) -> worker_pb2.RunResponse:
     """The answer to a step."""
-    timings = output.timings
-    result = worker_pb2.StepResult(
-        step_id=output.step_id,
-        rows=encode_int32(output.rows),
-        token_ids=encode_int32(output.token_ids),
-        token_logprobs=None if output.logprobs is None else _logprobs_message(output.logprobs),
-        prompt_logprobs=[_prompt_logprobs_message(each) for each in output.prompt_logprobs],
-        candidates=[_candidates_message(each) for each in output.candidates],
-        failures=[_failure_message(row, output.refusals.get(row)) for row in output.failed_rows],
-        non_finite_chunks=encode_int32(output.non_finite_chunks),
-        num_tokens=encode_int32(output.num_tokens),
-        num_drafts=encode_int32(output.num_drafts),
-        num_passes=0 if output.num_passes == 1 else output.num_passes,
-        vectors=[worker_pb2.RowVector(row=each.row, values=encode_float32(each.values)) for each in output.vectors],
-        timings=worker_pb2.StepTimings(
-            queue_us=min(timings.queue_us, _MAX_UINT32),
-            cache_operations_us=min(timings.cache_operations_us, _MAX_UINT32),
-            model_us=min(timings.model_us, _MAX_UINT32),
-            sample_us=min(timings.sample_us, _MAX_UINT32),
-        ),
-    )
-    return worker_pb2.RunResponse(result=result)
+    response, timings = worker_pb2.RunResponse(), output.timings
+    # Filled in place: a message that is passed to the constructor of another is copied.
+    result = response.result
+    result.step_id = output.step_id
+    result.rows, result.token_ids = encode_int32(output.rows), encode_int32(output.token_ids)
+    if output.logprobs is not None:
+        result.token_logprobs.samples = encode_int32(output.logprobs.samples)
+        encode_logprobs(output.logprobs.columns, result.token_logprobs)
+    result.prompt_logprobs.extend(map(_prompt_logprobs_message, output.prompt_logprobs))
+    result.candidates.extend(map(_candidates_message, output.candidates))
+    result.failures.extend(_failure_message(row, output.refusals.get(row)) for row in output.failed_rows)
+    result.non_finite_chunks = encode_int32(output.non_finite_chunks)
+    result.num_tokens, result.num_drafts = encode_int32(output.num_tokens), encode_int32(output.num_drafts)
+    result.num_passes = 0 if output.num_passes == 1 else output.num_passes
+    for each in output.vectors:
+        result.vectors.add(row=each.row, values=encode_float32(each.values))
+    for field in ("queue_us", "cache_operations_us", "model_us", "sample_us"):
+        setattr(result.timings, field, min(getattr(timings, field), _MAX_UINT32))
+    return response
 
 
 def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
@@ -375,12 +398,6 @@ def _pool_message(pool: PoolGeometry) -> worker_pb2.KvPoolGeometry:
     return worker_pb2.KvPoolGeometry(
         **values, full_groups=groups.num_full, windowed_groups=groups.num_windowed, window=groups.window
     )
-
-
-def _logprobs_message(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
-    message = worker_pb2.TokenLogprobs(samples=encode_int32(logprobs.samples))
-    encode_logprobs(logprobs.columns, message)
-    return message
 
 
 def _prompt_logprobs_message(logprobs: PromptLogprobs) -> worker_pb2.RowPromptLogprobs:

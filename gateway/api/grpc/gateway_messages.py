@@ -143,22 +143,17 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
     """One event of a stream, as a response of the called method."""
     match event:
         case Chunk():
-            return kind(
-                chunk=generation_pb2.TokenChunk(
-                    sequence_index=event.sequence_index,
-                    offset=event.offset,
-                    token_ids=event.token_ids,
-                    text=event.text,
-                    logprobs=[_logprobs_message(position) for position in event.logprobs],
-                    reasoning=event.reasoning,
-                    tool_calls=[
-                        generation_pb2.ToolCallDelta(
-                            index=call.index, id=call.id, name=call.name, arguments=call.arguments
-                        )
-                        for call in event.tool_calls
-                    ],
-                )
-            )
+            # Filled in place: a message that is passed to the constructor of another is copied.
+            response = kind()
+            chunk = response.chunk
+            chunk.sequence_index, chunk.offset = event.sequence_index, event.offset
+            chunk.token_ids.extend(event.token_ids)
+            chunk.text, chunk.reasoning = event.text, event.reasoning
+            if event.logprobs:
+                chunk.logprobs.extend(map(_logprobs_message, event.logprobs))
+            for call in event.tool_calls:
+                chunk.tool_calls.add(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+            return response
         case Finished():
             return kind(
                 finished=generation_pb2.SequenceFinished(

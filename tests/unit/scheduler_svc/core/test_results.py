@@ -163,3 +163,18 @@ def test_a_request_of_whose_step_the_worker_always_answers_nonsense_fails(num_va
     assert num_losses == ENOUGH
     (failure,) = events[CLIENT].failed
     assert failure.message.endswith("at the same step, in which only it ran: one token too many")
+
+
+@pytest.mark.parametrize("num_sets", [1, 2, 12])
+def test_a_stop_token_ends_only_the_sequences_that_have_it(num_sets):
+    """However many different sets of stop tokens the rows have."""
+    scheduler = Scheduler(make_config(max_num_seqs=12, num_blocks=100, max_num_batched_tokens=64))
+    for handle in range(12):
+        scheduler.submit(make_request(handle, stop=frozenset({100 + handle % num_sets})), 0.0)
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    events = scheduler.apply(StepResult(plan.step_id, np.full(12, 100)), 0.0)[CLIENT]
+    assert [end.handle for end in events.finished] == list(range(0, 12, num_sets))
+    for handle in range(12):
+        scheduler.abort(make_request(handle).key)
+    assert not scheduler.batch.rows.stop_sets

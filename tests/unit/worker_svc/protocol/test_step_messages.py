@@ -315,3 +315,21 @@ def test_several_groups_of_layers_are_described_and_need_a_scheduler_that_knows_
         decoder.decode(make_request(block_table_deltas=encode_int32([0, 15, 1])))
     with pytest.raises(InvalidArgument, match="has 4 blocks; it must have as many of each of the 3 groups"):
         decoder.decode(assign_request(block_table=encode_int32([0, 4, 8, 1])))
+
+
+def test_a_batch_composed_as_the_last_one_is_read_alike_and_its_other_fields_are_checked() -> None:
+    decoder = StepDecoder(INFO)
+    first = decoder.decode(make_request(batch=make_batch([0, 1], [1, 1], [0, 3]))).batch
+    second = decoder.decode(make_request(batch=make_batch([0, 1], [1, 1], [1, 4]))).batch
+    for name in ("rows", "num_new_tokens", "samples"):
+        assert getattr(second, name).tolist() == getattr(first, name).tolist()
+    assert second.num_computed_tokens.tolist() == [1, 4]
+    for batch, problem in (
+        (make_batch([0, 1], [1, 1], [1, 20]), "batch.num_computed_tokens holds 20"),
+        (raw_batch(num_computed_tokens=encode_int32([1])), "has 1 entries; batch.rows has 2"),
+        (make_batch([0, 0], [1, 1], [1, 4]), "row 0 twice"),
+        # The decoder does not remember a refused one.
+        (make_batch([0, 0], [1, 1], [1, 4]), "row 0 twice"),
+    ):
+        with pytest.raises(InvalidArgument, match=problem):
+            decoder.decode(make_request(batch=batch))
