@@ -18,8 +18,7 @@ import numpy as np
 from bench.core_calls import BOUND_MS, CallTimes, measure_calls
 from bench.core_load import Load, constant_tokens, steady_load, turning_load
 from bench.core_logprobs import NUMBERS_OF_TOP, time_logprob_steps
-from bench.core_parts import core_parts
-from bench.parts import PartTimes
+from bench.parts import PartTimes, core_parts
 from bench.report import Series, write_results
 from bench.waiting_memory import WaitingMemory, measure_waiting
 from scheduler_svc.core.step import StepResult

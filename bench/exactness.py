@@ -192,11 +192,12 @@ def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> F
     assert isinstance(loaded, NativeCausalLM)
     clock = _CLOCKS[arguments.clock]
     for streams in arguments.streams:
-        each = min(8, max(2, _MOST_DRAFTED // streams))
+        num_new = min(8, max(2, _MOST_DRAFTED // streams))
         rows, chunk = (
-            Passes(loaded, streams, _CONTEXT, loaded.dtype, each, one_by_one=is_kept) for is_kept in (True, False)
+            Passes(loaded, streams, _CONTEXT, loaded.dtype, num_new, one_by_one=is_kept) for is_kept in (True, False)
         )
-        yield streams, *alternate(*(_passes(each, streams, clock) for each in (rows, chunk)), arguments.seconds)
+        kept, without = _passes(rows, streams, clock), _passes(chunk, streams, clock)
+        yield streams, *alternate(kept, without, arguments.seconds)
 
 
 def _passes(passes: Passes, streams: int, clock: Callable[[], float]) -> Rate:

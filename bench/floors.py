@@ -99,7 +99,7 @@ class Work:
         passes = Passes(model, 1, 16, model.dtype)
         layers = _products(passes.recording)
         hidden = torch.zeros(1, layers[0].in_features, dtype=model.dtype)
-        (head,) = _products(record(1, lambda: _ignore(model.outputs(hidden))))
+        (head,) = _products(record(1, lambda: (model.outputs(hidden), None)[1]))
         attention = [each.arguments for each in passes.recording.calls if each.operation is Operation.PAGED_ATTENTION]
         return cls(
             sum(each.weight_bytes for each in layers),
@@ -201,7 +201,3 @@ def _best(rates: Sequence[Rates]) -> Rates:
 
 def _products(recording: Recording) -> list[ProductShape]:
     return [ProductShape.of(each.arguments) for each in recording.calls if each.operation is Operation.PRODUCT]
-
-
-def _ignore(_: torch.Tensor) -> None:
-    """Drops the result of a recording."""

@@ -40,13 +40,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from bench.quality_variants import PagedModel, Variant
 from bench.report import Series, write_results
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
+from worker_svc.device.replay import make_forward
 from worker_svc.gguf_writer import write_gguf
+from worker_svc.layers.attention import AttentionMetadata
+from worker_svc.models.base import ModelInput
+from worker_svc.models.registry import load_model
+from worker_svc.step import WorkerLimits
 
 _SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
 _POSITIONS = {"max_position_embeddings": 128, "tie_word_embeddings": True}
@@ -213,8 +218,23 @@ def _load(path: Path) -> None:
     described = ModelDirectory.open(path)
     tokenizer = Tokenizer.open(described, FairExecutor(1))
     tokenizer.decode([0, 1, 2], include_special_tokens=True)
-    model = PagedModel(path, Variant("served", torch.bfloat16), num_rows=1, num_tokens=8)
-    model.run([[0, 1, 2, 3]], 0)
+    device, num_tokens = torch.device("cpu"), 4
+    model = load_model(path, device=device, dtype=torch.bfloat16)
+    pool = allocate_pool(pool_geometry(model, PoolRequest(16, 1, None, 0, 1, model.dtype), None), device, model.dtype)
+    limits = WorkerLimits(1, num_tokens, max_steps_in_flight=1, max_logprobs=0)
+    forward = make_forward(model, pool, 2 * num_tokens, limits)
+    tokens, length = torch.arange(num_tokens), torch.tensor([num_tokens], dtype=torch.int32)
+    start_loc, tables = torch.tensor([0, num_tokens], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+    attention = AttentionMetadata(
+        slot_mapping=tokens,
+        block_tables=tables,
+        query_start_loc=start_loc,
+        seq_lens=length,
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
+    with torch.inference_mode():
+        model.logits(forward(ModelInput(tokens, tokens, [attention], pool.gpu)))
 
 
 # Sources.

@@ -1,20 +1,29 @@
 """One long run of the scheduler's core, with all disturbances from outside."""
 
+import gc
 import random
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
-from bench.memory import resident_bytes
 from bench.rule_source import Drive, RuleSource
 from bench.soak_mix import prefixes, requests, tenant
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import QueueFullError, RefusedError, Request
 from scheduler_svc.core.scheduler import Scheduler
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM, after garbage collection."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
 
 _NUM_MARKS = 20
 _ABORT, _ABORT_SEQUENCE, _PREEMPT, _PIN, _UNPIN = 0.03, 0.01, 0.005, 0.002, 0.001
