@@ -16,6 +16,8 @@ BENCHMARKS = (
     "kernels",
     "kills",
     "llama_cpp",
+    "neighbours",
+    "quality",
     "reservations",
     "serve_overhead",
     "servers",

@@ -68,9 +68,9 @@ def main(arguments: argparse.Namespace) -> None:
             seed = arguments.seed + index * len(loads) + position
             for name, url in servers.items():
                 path = arguments.reports / f"{'-'.join(filter(None, (name, *load.name.split())))}-{index + 1}.json"
-                if not path.exists():
-                    _bench(name, url, seed, load.flags, path)
-                results[load.name, name].append(_completed(path))
+                is_done = path.exists()
+                result = _completed(path) if is_done else run_load(name, url, seed, load.flags, path)
+                results[load.name, name].append(result)
     first, *others = servers
     series: list[Series] = []
     ratios: dict[str, dict[str, float]] = {}
@@ -141,9 +141,11 @@ def _completed(path: Path) -> LoadResult:
     return result
 
 
-def _bench(name: str, url: str, seed: int, load: str, path: Path) -> None:
+def run_load(name: str, url: str, seed: int, load: str, path: Path) -> LoadResult:
+    """Runs `quire bench` with the flags of a load, and keeps its result. SystemExit if a request fails."""
     flags = ["--backend=openai", f"--url={url}", f"--name={name}", f"--seed={seed}", f"--out={path}"]
     command = [sys.executable, "-m", "quire_cli.main", "bench", *flags, *shlex.split(load)]
     print(shlex.join(["quire", "bench", *command[4:]]), flush=True)
     if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
         raise SystemExit(f"quire bench against {name} failed (above)")
+    return _completed(path)

@@ -160,7 +160,7 @@ def _serve(files: Path, shape: str, name: str, *flags: str) -> Iterator[Server]:
             f"from bench.models import *; write_model({shape!r}, Path({str(files / shape)!r}), whole_vocabulary=True)"
         )
         subprocess.run([sys.executable, "-c", make], check=True)
-    http, metrics = _free_ports(2)
+    http, metrics = free_ports(2)
     trace = files / f"{name}-steps.json"
     command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={files / shape}", f"--http-port={http}"]
     command += [
@@ -175,7 +175,7 @@ def _serve(files: Path, shape: str, name: str, *flags: str) -> Iterator[Server]:
         yield Server(pid, url, f"http://127.0.0.1:{metrics}/metrics", trace)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in opened]
@@ -355,7 +355,7 @@ def _checkpoints(figures: Figures, arguments: argparse.Namespace) -> None:
 
 def _disk(figures: Figures, files: Path, shape: str) -> None:
     """States that go to disk with a long answer, and the turn after a restart."""
-    num_prompt, num_answer, worker = 4_000, 1_000, _free_ports(1)[0]
+    num_prompt, num_answer, worker = 4_000, 1_000, free_ports(1)[0]
     with tempfile.TemporaryDirectory(dir=files) as directory:
         flags = ["--max-num-seqs=4", "--num-gpu-blocks=4000", "--speculate=off", f"--kv-disk={directory}"]
         with _serve(files, shape, f"disk-{shape}", *flags, f"--worker-metrics-port={worker}") as server:

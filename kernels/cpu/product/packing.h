@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "runtime/api.h"
 #include "runtime/isa.h"
@@ -27,7 +28,8 @@ inline std::optional<int64_t> row_of(const PackArgs& args, int64_t panel, int64_
 // A thread writes, and so places, the panels that are its own when they are multiplied.
 template <class Function>
 void for_each_panel(const OpenMp& openmp, int64_t threads, int64_t panels, Function function) {
-  Shares shares(threads);
+  std::vector<Shares::OfThread> of_threads(threads);
+  Shares shares(of_threads);
   shares.assign(panels, 1);
   run_on_threads(openmp, threads, [&] {
     int64_t thread = threads > 1 && openmp.num_threads() > 1 ? openmp.thread_num() : 0, distance = 0;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -40,12 +41,17 @@ struct Units {
 // that their data stays near to it. It takes them by a counter on a cache line of its own.
 class Shares {
  public:
-  explicit Shares(int64_t threads) : of_threads_(threads) {}
+  struct alignas(64) OfThread {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
 
-  // Gives threads their parts of `units`, in whole grains: every `step`-th one. To be called before any takes units.
-  void assign(int64_t units, int64_t grain, int64_t first = 0, int64_t step = 1) {
+  explicit Shares(std::span<OfThread> of_threads) : of_threads_(of_threads) {}
+
+  // Gives threads their parts of `units`, in whole grains. To be called before any takes units.
+  void assign(int64_t units, int64_t grain) {
     const int64_t threads = of_threads_.size(), grains = (units + grain - 1) / grain;
-    for (int64_t thread = first; thread < threads; thread += step) {
+    for (int64_t thread = 0; thread < threads; ++thread) {
       of_threads_[thread].next.store(grains * thread / threads * grain, std::memory_order_relaxed);
       of_threads_[thread].end = std::min(grains * (thread + 1) / threads * grain, units);
     }
@@ -67,11 +73,7 @@ class Shares {
   }
 
  private:
-  struct alignas(64) OfThread {
-    std::atomic<int64_t> next{0};
-    int64_t end = 0;
-  };
-  std::vector<OfThread> of_threads_;
+  std::span<OfThread> of_threads_;
 };
 
 class Work {
@@ -96,16 +98,20 @@ class Work {
 
   bool pays_for_threads() const { return units_ >= 2 * grain_; }
 
-  void assign(Shares& shares, int64_t first, int64_t step) const {
-    shares.assign(units_, is_in_order_ ? std::max<int64_t>(units_, 1) : grain_, first, step);
-  }
+  void assign(Shares shares) const { shares.assign(units_, is_in_order_ ? std::max<int64_t>(units_, 1) : grain_); }
 
-  // Does units until none is left. Called once by every thread of `threads`.
-  void take_part(Shares& shares, int64_t thread, int64_t threads, const Scratch& scratch) const {
+  // Does units until none is left. Calls done(count) after each turn of some units.
+  template <class Done>
+  void take_part(Shares shares, int64_t thread, int64_t threads, const Scratch& scratch, Done done) const {
     const int64_t count = std::max(grain_, std::min(max_share_, units_ / (kTurns * threads)));
     int64_t distance = 0;
-    for (Units units; shares.take(thread, distance, count, units);) run(units.begin, units.end, scratch);
+    for (Units units; shares.take(thread, distance, count, units);) {
+      run(units.begin, units.end, scratch);
+      done(units.end - units.begin);
+    }
   }
+
+  int64_t units() const { return units_; }
 
   const int64_t own_bytes, shared_bytes;
 

@@ -1,0 +1,182 @@
+"""Speed of `quire serve` beside other programs: with one busy process on the same processors, and within a container's
+limit of processor time.
+
+Each load runs in pairs, quiet and beside the busy process (`while True: pass`, of the same niceness, on any
+processor), server by server. Servers are this checkout, the one of `--before`, and those of `--peer`, which run already
+with the model of `--files`. For the limit a control group is made, which takes a privileged user: time between tokens
+must have no gap of a period, and a 99th percentile below twice the median.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+
+from bench.llama_cpp import served
+from bench.report import Series, median_ratio, write_results
+from bench.servers import run_load
+from bench.states import ask, free_ports
+from quire.load import Report
+
+_SHAPE = "llama-160m"
+_LOADS = {
+    1: "--prompt-len=100 --output-len=128 --max-concurrency=1 --num-requests=3",
+    64: "--prompt-len=100 --output-len=48 --max-concurrency=64 --num-requests=64",
+}
+_FLAGS_OF_ALL_LOADS = "--dataset=fixed --vocab-size=4000 --max-model-len=1024 --warm-up-requests=1"
+_BOUNDS = {1: 0.65, 64: 0.70}
+"""The least share of the quiet rate beside a busy process."""
+_PERIOD_S = 0.1
+"""The period of a control group's quota."""
+_GROUPS = Path("/sys/fs/cgroup")
+_SEEDS = itertools.count(1)
+"""Each run has other prompts."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--files", type=Path, help="directory for the model and logs, which otherwise vanish")
+    parser.add_argument("--parts", nargs="+", choices=("busy", "limit"), default=["busy", "limit"])
+    parser.add_argument("--streams", type=int, nargs="+", choices=[*_LOADS], default=[*_LOADS])
+    parser.add_argument("--rounds", type=int, default=10, help="pairs of runs of each load")
+    parser.add_argument("--processors", type=float, default=1.5, help="the limit, in processors")
+    parser.add_argument("--before", type=Path, metavar="DIRECTORY", help="another checkout, whose server runs in turn")
+    parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server; part busy")
+    parser.add_argument("--flags", default="--speculate=off", help="further flags of `quire serve`")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        files = arguments.files = arguments.files or Path(made)
+        if not (files / _SHAPE).exists():
+            # Imports torch, whose memory the measurement must not have.
+            make = f"from bench.models import *; write_model({_SHAPE!r}, Path({str(files / _SHAPE)!r}))"
+            subprocess.run([sys.executable, "-c", make], check=True)
+        series, missed = list[Series](), list[str]()
+        if "busy" in arguments.parts:
+            _beside_a_busy_process(arguments, series, missed)
+        if "limit" in arguments.parts:
+            _within_a_limit(arguments, series, missed)
+    if arguments.out is not None:
+        write_results(arguments.out, "beside other programs", series, missed=missed)
+    if missed:
+        raise SystemExit("\n".join(missed))
+
+
+def _beside_a_busy_process(arguments: argparse.Namespace, series: list[Series], missed: list[str]) -> None:
+    rates = dict[tuple[str, int, str], list[float]]()
+    with ExitStack() as stack:
+        urls = {name: stack.enter_context(_serve(arguments, name, root)) for name, root in _checkouts(arguments)}
+        texts = {name: ask(url, "A text, ", 64).token_ids for name, url in urls.items()}
+        urls |= (peer.split("=", 1) for peer in arguments.peer)
+        for index in range(arguments.rounds):
+            for streams in arguments.streams:
+                # The first server goes first in every other round.
+                for name in list(urls)[:: -1 if index % 2 else 1]:
+                    for beside, neighbour in (("quiet", nullcontext()), ("busy", _busy_process())):
+                        with neighbour:
+                            report = _load(arguments, name, urls[name], streams)
+                        rates.setdefault((name, streams, beside), []).append(report.output_tokens_per_s)
+        with _busy_process():
+            changed = [name for name, text in texts.items() if ask(urls[name], "A text, ", 64).token_ids != text]
+    missed += (f"{name}: the text is another one beside a busy process" for name in changed)
+    of = {key: Series(f"{key[0]}, {key[1]} streams, {key[2]}", "tok/s", tuple(each)) for key, each in rates.items()}
+    series += of.values()
+    print(*of.values(), sep="\n")
+    for streams in arguments.streams:
+        for name in urls:
+            ratio = median_ratio(of[name, streams, "busy"], of[name, streams, "quiet"])
+            others = [
+                f"{median_ratio(of[first, streams, beside], of[name, streams, beside]):.3f} of {name}, {beside}"
+                for first in list(urls)[:1]
+                for beside in ("quiet", "busy")
+                if name != first
+            ]
+            print(f"{name}, {streams} streams: {ratio:.3f} of its quiet rate", *others, sep="; ")
+            if name == "now" and ratio < _BOUNDS[streams]:
+                missed.append(f"{streams} streams: {ratio:.3f} of the quiet rate, expected {_BOUNDS[streams]}")
+
+
+def _within_a_limit(arguments: argparse.Namespace, series: list[Series], missed: list[str]) -> None:
+    for name, root in _checkouts(arguments):
+        with _limit(arguments.processors) as group, _serve(arguments, name, root, group) as url:
+            for streams in arguments.streams:
+                reports = [_load(arguments, name, url, streams) for _ in range(min(arguments.rounds, 5))]
+                gaps = [each.itl for each in reports if each.itl is not None]
+                title = f"{name}, {arguments.processors} processors, {streams} streams"
+                for what in ("p50", "p99", "maximum"):
+                    values = tuple(1e3 * getattr(each, what) for each in gaps)
+                    series.append(Series(f"{title}, between tokens, {what}", "ms", values))
+                series.append(Series(f"{title}, output", "tok/s", tuple(each.output_tokens_per_s for each in reports)))
+                print(*series[-4:], sep="\n", flush=True)
+                p50, p99, _, _ = (each.median for each in series[-4:])
+                if name == "now" and p99 >= min(2 * p50, p50 + 1e3 * _PERIOD_S):
+                    missed.append(f"{title}: {p99:.1f} ms between tokens at p99, {p50:.1f} ms at the median")
+
+
+def _checkouts(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
+    before = [] if arguments.before is None else [("before", arguments.before)]
+    return [("now", Path(__file__).parents[1]), *before]
+
+
+def _load(arguments: argparse.Namespace, name: str, url: str, streams: int) -> Report:
+    flags = f"{_LOADS[streams]} {_FLAGS_OF_ALL_LOADS}"
+    return run_load(name, url, next(_SEEDS), flags, arguments.files / "report.json").runs[0].report
+
+
+@contextmanager
+def _serve(arguments: argparse.Namespace, name: str, root: Path, group: Path | None = None) -> Iterator[str]:
+    """A server of a checkout, in a control group if there is one."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={arguments.files / _SHAPE}"]
+    command += [
+        f"--http-port={port}",
+        "--grpc-port=0",
+        "--max-num-seqs=64",
+        "--kv-cache-memory=1GiB",
+        *arguments.flags.split(),
+    ]
+    enter = "" if group is None else f"echo $$ > {group}/cgroup.procs; "
+    shell = ["sh", "-c", f'{enter}cd "$0" && exec "$@"', str(root), *command]
+    with served(shell, str(port), arguments.files / f"{name}.log"):
+        ask(url := f"http://127.0.0.1:{port}", [5] * 20, 1)
+        yield url
+
+
+@contextmanager
+def _busy_process() -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _limit(processors: float) -> Iterator[Path]:
+    """A control group whose processes together use this much processor time."""
+    is_version_1 = (_GROUPS / "cpu").exists()
+    group = (_GROUPS / "cpu" if is_version_1 else _GROUPS) / f"quire-neighbours-{os.getpid()}"
+    period = round(1e6 * _PERIOD_S)
+    quota = round(processors * period)
+    try:
+        group.mkdir()
+        if is_version_1:
+            (group / "cpu.cfs_period_us").write_text(str(period))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {period}")
+    except OSError as error:
+        raise SystemExit(
+            f"{group} cannot limit processors: {error}; run as root, or leave out --parts limit"
+        ) from error
+    try:
+        yield group
+    finally:
+        group.rmdir()
