@@ -1,6 +1,7 @@
 #include "runtime/work.h"
 
 #include <immintrin.h>
+#include <sched.h>
 
 #include <cstdlib>
 #include <new>
@@ -8,34 +9,63 @@
 namespace quire {
 namespace {
 
-// The barrier of a region's threads after each operation. Usually the last thread arrives within microseconds, so a
-// thread spins that long. Then it sleeps: its partner may have lost its core to another process and can use this one.
-class Barrier {
+// Ticks of the time stamp counter, about a millisecond. The length of a pause differs between processors.
+constexpr uint64_t kMillisecond = 2'500'000;
+
+// The works of a region that are done. A work is done when all its units are, whichever threads did them. So nothing
+// waits for a thread that has lost its core, unless it has taken units.
+class Progress {
  public:
-  // Returns when `threads` threads have called it.
-  void wait(int64_t threads) {
-    const uint32_t turn = turn_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
-      arrived_.store(0, std::memory_order_relaxed);
-      // Sequentially consistent with the wait of a sleeper: either it sees the new turn, or notify_all sees it.
-      turn_.store(turn + 1, std::memory_order_seq_cst);
-      turn_.notify_all();
-      return;
-    }
+  explicit Progress(const Works& works) : works_(works), units_left_(works.size()) {
+    for (size_t i = 0; i < works.size(); ++i) units_left_[i].store(works[i]->units(), std::memory_order_relaxed);
+    set_first(0);
+  }
+
+  // The first work that is not done.
+  size_t first() const { return first_.load(std::memory_order_acquire); }
+
+  void add(size_t work, int64_t units) {
+    if (units > 0 && units_left_[work].fetch_sub(units, std::memory_order_acq_rel) == units) set_first(work + 1);
+  }
+
+  // Returns when the work is done. Usually that takes microseconds, so a thread spins that long. Then it sleeps: another
+  // thread may have lost its core to a process and can use this one.
+  void wait(size_t work) const {
     const uint64_t begin = __rdtsc();
     do {
-      if (turn_.load(std::memory_order_acquire) != turn) return;
+      if (first() > work) return;
       _mm_pause();
-    } while (__rdtsc() - begin < kTicks);
-    turn_.wait(turn, std::memory_order_acquire);
+    } while (__rdtsc() - begin < kMillisecond / 10);
+    for (uint32_t now; (now = first()) <= work;) first_.wait(now, std::memory_order_acquire);
   }
 
  private:
-  // Ticks of the time stamp counter, about a tenth of a millisecond. The length of a pause differs between processors.
-  static constexpr uint64_t kTicks = 250'000;
+  void set_first(size_t work) {
+    while (work < works_.size() && works_[work]->units() == 0) ++work;
+    // Sequentially consistent with the wait of a sleeper: either it sees the new number, or notify_all sees it.
+    first_.store(work, std::memory_order_seq_cst);
+    first_.notify_all();
+  }
 
-  alignas(64) std::atomic<int64_t> arrived_{0};
-  alignas(64) std::atomic<uint32_t> turn_{0};
+  const Works& works_;
+  std::vector<std::atomic<int64_t>> units_left_;
+  alignas(64) std::atomic<uint32_t> first_{0};
+};
+
+// The time that a thread keeps its core before it lets another process have it, between two units. Otherwise the
+// scheduler would take the core a little later, probably within units, and all threads would wait for them.
+class Turn {
+ public:
+  bool is_over() const { return __rdtsc() - begin_ > kMillisecond; }
+
+  // Returns at once if no other process waits for this core.
+  void yield() {
+    sched_yield();
+    begin_ = __rdtsc();
+  }
+
+ private:
+  uint64_t begin_ = __rdtsc();
 };
 
 struct Free {
@@ -62,19 +92,27 @@ void run_in_turn(const OpenMp& openmp, const Works& works, int64_t threads) {
     shared = std::max(shared, whole_lines(work->shared_bytes));
   }
   const Memory memory = allocate(shared + own * threads);
+  // Each work has shares of its own: a thread that was away looks for units of works that are done.
+  std::vector<Shares::OfThread> of_threads(works.size() * threads);
+  auto shares = [&](size_t work) { return Shares(std::span(of_threads).subspan(work * threads, threads)); };
+  for (size_t i = 0; i < works.size(); ++i) works[i]->assign(shares(i));
+  Progress progress(works);
   for (const auto& work : works) work->begin();
-  Barrier barrier;
-  // Used in turn: while threads take units of a work, the units of the next one are assigned.
-  Shares shares[2] = {Shares(threads), Shares(threads)};
-  if (!works.empty()) works[0]->assign(shares[0], 0, 1);
   run_on_threads(openmp, threads, [&] {
     // The runtime may give fewer threads than requested.
     const int64_t team = threads > 1 ? openmp.num_threads() : 1, thread = team > 1 ? openmp.thread_num() : 0;
     const Scratch scratch{memory.get() + shared + own * thread, memory.get()};
-    for (size_t i = 0; i < works.size(); ++i) {
-      if (i > 0 && team > 1) barrier.wait(team);
-      if (i + 1 < works.size()) works[i + 1]->assign(shares[(i + 1) % 2], thread, team);
-      works[i]->take_part(shares[i % 2], thread, team, scratch);
+    Turn turn;
+    for (size_t i; (i = progress.first()) < works.size();) {
+      int64_t done = 0;
+      works[i]->take_part(shares(i), thread, team, scratch, [&](int64_t units) {
+        done += units;
+        if (team == 1 || !turn.is_over()) return;
+        progress.add(i, std::exchange(done, 0));
+        turn.yield();
+      });
+      progress.add(i, done);
+      progress.wait(i);
     }
   });
 }

@@ -2,13 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from ctypes import CFUNCTYPE, Array, c_int, c_uint, c_void_p, cast
 
 import pytest
 import torch
 
 from kernels import ops
 from kernels.backends import recording_with
+from kernels.cpu import library as cpu_library
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
 from kernels.packed_weight import Quantization
@@ -129,6 +131,51 @@ def test_threads_begin_an_operation_when_all_have_ended_the_one_before(library: 
         with recording_with(CpuKernels(library)):
             expected = ops.product(ops.rms_norm(x, ones, 1e-6), weight)
         assert torch.equal(output, expected), f"run {seed}"
+
+
+class ThreadsInTurn:
+    """An OpenMP runtime whose threads get a core one after the other: each ends its part of a region before the next
+    one begins its own."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self._order, self._number, self._size = order, 0, 1
+        self.sizes = set[int]()
+        region = CFUNCTYPE(None, c_void_p)
+        parallel = CFUNCTYPE(None, region, c_void_p, c_uint, c_uint)(self._parallel)
+        number, size = CFUNCTYPE(c_int)(lambda: self._number), CFUNCTYPE(c_int)(lambda: self._size)
+        self._functions = (parallel, number, size)
+
+    def addresses(self) -> Array[c_void_p]:
+        return (c_void_p * 3)(*(cast(each, c_void_p) for each in self._functions))
+
+    def _parallel(self, region: Callable[[int], None], data: int, threads: int, _: int) -> None:
+        self._size = len(self._order)
+        self.sizes.add(threads)
+        for number in self._order:
+            self._number = number
+            region(data)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0), (0,)])
+def test_no_thread_waits_for_one_that_has_no_core(
+    order: Sequence[int], library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first thread does the units of all, also of threads that the runtime does not have. The others find none."""
+    runtime = ThreadsInTurn(order)
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_library, "_open_mp", runtime.addresses)
+        in_turn = library_of(library.isa)
+    x, ones = torch.randn(MOST_TOKENS, 4096), torch.ones(4096)
+    weight = ops.pack_weight(torch.randn(512, 4096))
+    recorder = Recorder(in_turn, MOST_TOKENS)
+    with recorder, recording_with(recorder.kernels):
+        output = ops.product(ops.rms_norm(x, ones, 1e-6), weight)
+    recording = recorder.recording((x, ones, weight))
+    with torch_threads(3):
+        recording.run(MOST_TOKENS, 1)
+    assert runtime.sizes == {3}
+    with recording_with(CpuKernels(library)):
+        assert torch.equal(output, ops.product(ops.rms_norm(x, ones, 1e-6), weight))
 
 
 def test_a_block_that_is_not_there_stops_a_run_before_anything_is_written(library: Library) -> None:
