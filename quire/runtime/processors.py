@@ -78,7 +78,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[float]:
         quota, _, period = _read(group / "cpu.max").partition(" ")
         of_version_1 = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
         for allowed, within in ((quota, period), of_version_1):
-            if allowed.isdecimal() and within.isdecimal():
+            if allowed.isdecimal() and within.isdecimal() and int(within):
                 yield int(allowed) / int(within)
 
 

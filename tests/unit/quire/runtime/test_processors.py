@@ -35,6 +35,14 @@ def test_the_tightest_group_around_the_process_counts_also_of_version_1_and_wher
         assert limited("0::/kubepods/pod7\n", **{"cpu.max": f"{quota} 100000"}) == expected
 
 
+@pytest.mark.parametrize("quota", ["", "max", "150000", "x 100000", "150000 x", "100000 0", "-100000 100000"])
+def test_a_quota_that_is_none_sets_no_limit(quota: str, limited) -> None:
+    allowed, _, period = quota.partition(" ")
+    assert limited("0::/\n", **{"cpu.max": quota}) == AVAILABLE
+    of_version_1 = {"cpu/cpu.cfs_quota_us": allowed, "cpu/cpu.cfs_period_us": period}
+    assert limited("2:cpu:/\n", **of_version_1) == AVAILABLE
+
+
 @pytest.mark.parametrize(
     ("own", "files", "expected"),
     [
