@@ -1,14 +1,13 @@
-"""Speed of `quire serve` beside other programs: with one busy process on the same processors, and within a container's
-limit of processor time.
+"""Speed of `quire serve` with neighbours: with a busy process on the same processors, and within a container's limit of
+processor time.
 
-Each load runs in pairs, quiet and beside the busy process (`while True: pass`, of the same niceness, on any
-processor), server by server. Servers are this checkout, the one of `--before`, and those of `--peer`, which run already
-with the model of `--files`. For the limit a control group is made, which takes a privileged user: time between tokens
+Each load runs in pairs, quiet and with the busy process (`while True: pass`, of the same niceness, on any processor),
+server by server. Servers are this checkout, the checkout of `--before`, and each `--peer`, which runs already with the
+model of `--files`. For the limit a control group is made, which takes a privileged user: time between tokens
 must have no gap of a period, and a 99th percentile below twice the median.
 """
 
 import argparse
-import itertools
 import os
 import subprocess
 import sys
@@ -25,21 +24,22 @@ from quire.load import Report
 
 _SHAPE = "llama-160m"
 _LOADS = {
-    1: "--prompt-len=100 --output-len=128 --max-concurrency=1 --num-requests=3",
+    1: "--prompt-len=100 --output-len=128 --max-concurrency=1 --num-requests=1",
     64: "--prompt-len=100 --output-len=48 --max-concurrency=64 --num-requests=64",
 }
 _FLAGS_OF_ALL_LOADS = "--dataset=fixed --vocab-size=4000 --max-model-len=1024 --warm-up-requests=1"
 _BOUNDS = {1: 0.65, 64: 0.70}
-"""The least share of the quiet rate beside a busy process."""
+"""The least share of the quiet rate with a busy process."""
 _PERIOD_S = 0.1
 """The period of a control group's quota."""
 _GROUPS = Path("/sys/fs/cgroup")
-_SEEDS = itertools.count(1)
-"""Each run has other prompts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", type=Path, help="directory for the model and logs, which otherwise vanish")
+    parser.add_argument(
+        "--reports", type=Path, help="directory of the runs' files; a run whose file exists is not repeated"
+    )
     parser.add_argument("--parts", nargs="+", choices=("busy", "limit"), default=["busy", "limit"])
     parser.add_argument("--streams", type=int, nargs="+", choices=[*_LOADS], default=[*_LOADS])
     parser.add_argument("--rounds", type=int, default=10, help="pairs of runs of each load")
@@ -53,22 +53,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as made:
         files = arguments.files = arguments.files or Path(made)
+        arguments.reports = arguments.reports or Path(made)
+        arguments.reports.mkdir(parents=True, exist_ok=True)
         if not (files / _SHAPE).exists():
             # Imports torch, whose memory the measurement must not have.
             make = f"from bench.models import *; write_model({_SHAPE!r}, Path({str(files / _SHAPE)!r}))"
             subprocess.run([sys.executable, "-c", make], check=True)
         series, missed = list[Series](), list[str]()
         if "busy" in arguments.parts:
-            _beside_a_busy_process(arguments, series, missed)
+            _with_a_busy_process(arguments, series, missed)
         if "limit" in arguments.parts:
             _within_a_limit(arguments, series, missed)
     if arguments.out is not None:
-        write_results(arguments.out, "beside other programs", series, missed=missed)
+        write_results(arguments.out, "with neighbours", series, missed=missed)
     if missed:
         raise SystemExit("\n".join(missed))
 
 
-def _beside_a_busy_process(arguments: argparse.Namespace, series: list[Series], missed: list[str]) -> None:
+def _with_a_busy_process(arguments: argparse.Namespace, series: list[Series], missed: list[str]) -> None:
     rates = dict[tuple[str, int, str], list[float]]()
     with ExitStack() as stack:
         urls = {name: stack.enter_context(_serve(arguments, name, root)) for name, root in _checkouts(arguments)}
@@ -78,13 +80,13 @@ def _beside_a_busy_process(arguments: argparse.Namespace, series: list[Series], 
             for streams in arguments.streams:
                 # The first server goes first in every other round.
                 for name in list(urls)[:: -1 if index % 2 else 1]:
-                    for beside, neighbour in (("quiet", nullcontext()), ("busy", _busy_process())):
+                    for kind, neighbour in (("quiet", nullcontext()), ("busy", _busy_process())):
                         with neighbour:
-                            report = _load(arguments, name, urls[name], streams)
-                        rates.setdefault((name, streams, beside), []).append(report.output_tokens_per_s)
+                            report = _load(arguments, urls[name], name, streams, kind, index)
+                        rates.setdefault((name, streams, kind), []).append(report.output_tokens_per_s)
         with _busy_process():
             changed = [name for name, text in texts.items() if ask(urls[name], "A text, ", 64).token_ids != text]
-    missed += (f"{name}: the text is another one beside a busy process" for name in changed)
+    missed += (f"{name}: the text is another one with a busy process" for name in changed)
     of = {key: Series(f"{key[0]}, {key[1]} streams, {key[2]}", "tok/s", tuple(each)) for key, each in rates.items()}
     series += of.values()
     print(*of.values(), sep="\n")
@@ -92,9 +94,9 @@ def _beside_a_busy_process(arguments: argparse.Namespace, series: list[Series], 
         for name in urls:
             ratio = median_ratio(of[name, streams, "busy"], of[name, streams, "quiet"])
             others = [
-                f"{median_ratio(of[first, streams, beside], of[name, streams, beside]):.3f} of {name}, {beside}"
+                f"{median_ratio(of[first, streams, kind], of[name, streams, kind]):.3f} of {name}, {kind}"
                 for first in list(urls)[:1]
-                for beside in ("quiet", "busy")
+                for kind in ("quiet", "busy")
                 if name != first
             ]
             print(f"{name}, {streams} streams: {ratio:.3f} of its quiet rate", *others, sep="; ")
@@ -106,7 +108,8 @@ def _within_a_limit(arguments: argparse.Namespace, series: list[Series], missed:
     for name, root in _checkouts(arguments):
         with _limit(arguments.processors) as group, _serve(arguments, name, root, group) as url:
             for streams in arguments.streams:
-                reports = [_load(arguments, name, url, streams) for _ in range(min(arguments.rounds, 5))]
+                rounds = range(min(arguments.rounds, 5))
+                reports = [_load(arguments, url, name, streams, "limit", index) for index in rounds]
                 gaps = [each.itl for each in reports if each.itl is not None]
                 title = f"{name}, {arguments.processors} processors, {streams} streams"
                 for what in ("p50", "p99", "maximum"):
@@ -124,9 +127,11 @@ def _checkouts(arguments: argparse.Namespace) -> list[tuple[str, Path]]:
     return [("now", Path(__file__).parents[1]), *before]
 
 
-def _load(arguments: argparse.Namespace, name: str, url: str, streams: int) -> Report:
-    flags = f"{_LOADS[streams]} {_FLAGS_OF_ALL_LOADS}"
-    return run_load(name, url, next(_SEEDS), flags, arguments.files / "report.json").runs[0].report
+def _load(arguments: argparse.Namespace, url: str, name: str, streams: int, kind: str, index: int) -> Report:
+    """A run of a load, each with other prompts."""
+    path = arguments.reports / f"{name}-{streams}-{kind}-{index}.json"
+    seed = 1000 * streams + 2 * index + (kind == "busy")
+    return run_load(name, url, seed, f"{_LOADS[streams]} {_FLAGS_OF_ALL_LOADS}", path).runs[0].report
 
 
 @contextmanager

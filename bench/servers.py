@@ -68,9 +68,7 @@ def main(arguments: argparse.Namespace) -> None:
             seed = arguments.seed + index * len(loads) + position
             for name, url in servers.items():
                 path = arguments.reports / f"{'-'.join(filter(None, (name, *load.name.split())))}-{index + 1}.json"
-                is_done = path.exists()
-                result = _completed(path) if is_done else run_load(name, url, seed, load.flags, path)
-                results[load.name, name].append(result)
+                results[load.name, name].append(run_load(name, url, seed, load.flags, path))
     first, *others = servers
     series: list[Series] = []
     ratios: dict[str, dict[str, float]] = {}
@@ -142,7 +140,10 @@ def _completed(path: Path) -> LoadResult:
 
 
 def run_load(name: str, url: str, seed: int, load: str, path: Path) -> LoadResult:
-    """Runs `quire bench` with the flags of a load, and keeps its result. SystemExit if a request fails."""
+    """The result of `quire bench` with the flags of a load, which is not run again if its file exists. SystemExit if a
+    request fails."""
+    if path.exists():
+        return _completed(path)
     flags = ["--backend=openai", f"--url={url}", f"--name={name}", f"--seed={seed}", f"--out={path}"]
     command = [sys.executable, "-m", "quire_cli.main", "bench", *flags, *shlex.split(load)]
     print(shlex.join(["quire", "bench", *command[4:]]), flush=True)
