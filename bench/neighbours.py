@@ -27,6 +27,11 @@ _LOADS = {
     1: "--prompt-len=100 --output-len=128 --max-concurrency=1 --num-requests=1",
     64: "--prompt-len=100 --output-len=48 --max-concurrency=64 --num-requests=64",
 }
+_LOADS_OF_LIMIT = {
+    1: "--prompt-len=4 --output-len=256 --max-concurrency=1 --num-requests=1",
+    64: "--prompt-len=4 --output-len=128 --max-concurrency=64 --num-requests=64",
+}
+"""Short prompts: steps with prompts must not count as stalls."""
 _FLAGS_OF_ALL_LOADS = "--dataset=fixed --vocab-size=4000 --max-model-len=1024 --warm-up-requests=1"
 _BOUNDS = {1: 0.65, 64: 0.70}
 """The least share of the quiet rate with a busy process."""
@@ -46,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processors", type=float, default=1.5, help="the limit, in processors")
     parser.add_argument("--before", type=Path, metavar="DIRECTORY", help="another checkout, whose server runs in turn")
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=URL", help="another server; part busy")
-    parser.add_argument("--flags", default="--speculate=off", help="further flags of `quire serve`")
+    parser.add_argument(
+        "--flags", default="--speculate=off --kv-cache-memory=1GiB", help="further flags of `quire serve`"
+    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
@@ -116,8 +123,10 @@ def _within_a_limit(arguments: argparse.Namespace, series: list[Series], missed:
                     values = tuple(1e3 * getattr(each, what) for each in gaps)
                     series.append(Series(f"{title}, between tokens, {what}", "ms", values))
                 series.append(Series(f"{title}, output", "tok/s", tuple(each.output_tokens_per_s for each in reports)))
-                print(*series[-4:], sep="\n", flush=True)
-                p50, p99, _, _ = (each.median for each in series[-4:])
+                statistics = dict(line.split() for line in (group / "cpu.stat").read_text().splitlines())
+                series.append(Series(f"{title}, stopped", "periods", (float(statistics["nr_throttled"]),)))
+                print(*series[-5:], sep="\n", flush=True)
+                p50, p99 = (each.median for each in series[-5:-3])
                 if name == "now" and p99 >= min(2 * p50, p50 + 1e3 * _PERIOD_S):
                     missed.append(f"{title}: {p99:.1f} ms between tokens at p99, {p50:.1f} ms at the median")
 
@@ -131,7 +140,8 @@ def _load(arguments: argparse.Namespace, url: str, name: str, streams: int, kind
     """A run of a load, each with other prompts."""
     path = arguments.reports / f"{name}-{streams}-{kind}-{index}.json"
     seed = 1000 * streams + 2 * index + (kind == "busy")
-    return run_load(name, url, seed, f"{_LOADS[streams]} {_FLAGS_OF_ALL_LOADS}", path).runs[0].report
+    load = (_LOADS_OF_LIMIT if kind == "limit" else _LOADS)[streams]
+    return run_load(name, url, seed, f"{load} {_FLAGS_OF_ALL_LOADS}", path).runs[0].report
 
 
 @contextmanager
@@ -139,13 +149,7 @@ def _serve(arguments: argparse.Namespace, name: str, root: Path, group: Path | N
     """A server of a checkout, in a control group if there is one."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={arguments.files / _SHAPE}"]
-    command += [
-        f"--http-port={port}",
-        "--grpc-port=0",
-        "--max-num-seqs=64",
-        "--kv-cache-memory=1GiB",
-        *arguments.flags.split(),
-    ]
+    command += [f"--http-port={port}", "--grpc-port=0", "--max-num-seqs=64", *arguments.flags.split()]
     enter = "" if group is None else f"echo $$ > {group}/cgroup.procs; "
     shell = ["sh", "-c", f'{enter}cd "$0" && exec "$@"', str(root), *command]
     with served(shell, str(port), arguments.files / f"{name}.log"):
