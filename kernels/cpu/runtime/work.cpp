@@ -28,8 +28,8 @@ class Progress {
     if (units > 0 && units_left_[work].fetch_sub(units, std::memory_order_acq_rel) == units) set_first(work + 1);
   }
 
-  // Returns when the work is done. Usually that takes microseconds, so a thread spins that long. Then it sleeps: another
-  // thread may have lost its core to a process and can use this one.
+  // Returns when the work is done. Usually that takes microseconds, so a thread spins that long. Then it sleeps:
+  // another thread may have lost its core to a process and can use this one.
   void wait(size_t work) const {
     const uint64_t begin = __rdtsc();
     do {
