@@ -17,7 +17,6 @@ BENCHMARKS = (
     "kills",
     "llama_cpp",
     "neighbours",
-    "quality",
     "reservations",
     "serve_overhead",
     "servers",
