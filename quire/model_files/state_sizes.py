@@ -142,6 +142,10 @@ def _read(architecture: str, config: Mapping[str, Any], num_ranks: int) -> State
             types = types or ["attention" if index in attending else "conv" for index in range(count)]
             parts = (_conv(of_rank(hidden), number("conv_L_cache", 3)),)
             return _sizes(types, parts, 4 * hidden * hidden, "convolution")
+        case "Lfm3ForCausalLM":
+            types = types or ["attention" if index and not index % 2 else "conv" for index in range(count)]
+            parts = (_conv(of_rank(hidden), number("conv_L_cache", 7)),)
+            return _sizes(types, parts, 4 * hidden * hidden, "convolution")
         case "BambaForCausalLM":
             attending = config.get("attn_layer_indices") or ()
             types = ["attention" if index in attending else "mamba" for index in range(count)]

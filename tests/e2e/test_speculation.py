@@ -146,7 +146,7 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     [
         ("qwen3.5", "float32", []),
         ("qwen3.5", "bfloat16", MULTI_STEP),
-        ("lfm2", "float32", MULTI_STEP),
+        ("lfm3", "float32", MULTI_STEP),
         ("lfm2", "bfloat16", []),
         ("mamba", "bfloat16", MULTI_STEP),
     ],

@@ -99,6 +99,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "lfm2": _CONVOLUTIONS,
     "lfm2_moe": _CONVOLUTIONS,
+    "lfm3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "head_dim": 16,
+    },
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "minimax_m3_vl_text": {
         "num_hidden_layers": 2,

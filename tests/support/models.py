@@ -614,6 +614,16 @@ STATES: dict[str, Family] = {
         {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
         num_calls=1,
     ),
+    "lfm3": Family(
+        "Lfm3",
+        {
+            "num_hidden_layers": 5,
+            "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "sliding_attention"],
+            "sliding_window": 20,
+            "head_dim": 16,
+        },
+        num_calls=3,
+    ),
     "lfm2-moe": Family(
         "Lfm2Moe",
         {

@@ -82,7 +82,7 @@ class DecoderConfig:
     state: StateConfig | None = None
     """The sizes of layers that keep a state for each sequence, and no keys."""
     state_layers: frozenset[int] = frozenset()
-    """These layers. With them, all layers of attention are alike and see the whole context."""
+    """These layers. With them, all layers of attention have the same heads."""
     mlp_layers: frozenset[int] = frozenset()
     """Layers that are only an MLP, or experts."""
     layers_without_mlp: frozenset[int] = frozenset()
@@ -110,6 +110,9 @@ class DecoderConfig:
     gates_attention: bool = False
     """Whether attention's output is multiplied by the sigmoid of gates, which the checkpoint has behind the queries of
     each head."""
+    head_gates: str | None = None
+    """The layer of further gates, one of each head, by its name in attention: attention's output is multiplied by their
+    sigmoid."""
     merged_qkv: bool = False
     """Whether the checkpoint has query, key and value in one layer."""
     head_bias: bool = False
@@ -371,6 +374,10 @@ class DecoderLayer(nn.Module):
             else None,
         )
         self._num_gates = num_heads * head_dim if config.gates_attention else 0
+        self.head_gates: Linear | None = None
+        if config.head_gates is not None:
+            part = LinearPart(f"{name}.{config.attention_module}.{config.head_gates}", config.num_heads)
+            self.head_gates = Linear([part], hidden, bias=False, placement=placement, split=Split.OUTPUTS)
         self.attention_output = Linear(
             [
                 LinearPart(
@@ -481,8 +488,11 @@ class DecoderLayer(nn.Module):
             if self._writes_keys:
                 ops.reshape_and_cache(key, value, kv_cache, metadata.slot_mapping)
             attended = self.attention.attend(query, kv_cache, metadata)
+        width = attended.shape[1]
+        if self.head_gates is not None:
+            gates = self.head_gates(x)
+            gate = gates.repeat_interleave(width // gates.shape[1], dim=1)
         if gate is not None:
-            width = attended.shape[1]
             attended = ops.gated_norm(attended, gate, None, 1.0, width, norm_first=True, activation="sigmoid")
         return self.attention_output_norm(self.attention_output(attended))
 

@@ -32,6 +32,8 @@ from worker_svc.models.family_parts import (
     mixtral_experts,
     number,
     qwen_experts,
+    two_rotations,
+    windows,
 )
 
 WITH_STATES = Families()
@@ -47,9 +49,9 @@ _BACKBONE = {
 IsState = Callable[[ConfigFields, DecoderConfig, int], bool]
 
 
-def state_layers(is_state: IsState | None = None) -> Any:
-    """A reader of the layers that keep a state: by `layer_types`, with the names of transformers 4 and 5; without it,
-    the layers that satisfy `is_state`.
+def state_layers(is_state: IsState | None = None, attending: Sequence[str] = _ATTENTION) -> Any:
+    """A reader of the layers that keep a state: by `layer_types`, with the names of transformers 4 and 5 and the types
+    of layers that attend; without it, the layers that satisfy `is_state`.
 
     The reader raises ConfigurationError for an unknown type of layer, or if no layer attends.
     """
@@ -58,12 +60,12 @@ def state_layers(is_state: IsState | None = None) -> Any:
         types, count = fields.values.get("layer_types") or fields.values.get("layers_block_type"), config.num_layers
         if types is None and is_state is not None:
             found = frozenset(index for index in range(count) if is_state(fields, config, index))
-        elif isinstance(types, list) and len(types) == count and all(each in _STATES + _ATTENTION for each in types):
+        elif isinstance(types, list) and len(types) == count and all(each in (*_STATES, *attending) for each in types):
             found = frozenset(index for index, each in enumerate(types) if each in _STATES)
         else:
-            raise fields.error("layer_types", types, f"{count} of {', '.join(_STATES + _ATTENTION)}")
+            raise fields.error("layer_types", types, f"{count} of {', '.join((*_STATES, *attending))}")
         if len(found) == count:
-            raise fields.error("layer_types", types, f"at least one layer of {_ATTENTION[0]}")
+            raise fields.error("layer_types", types, f"at least one layer of {attending[0]}")
         return found
 
     return read
@@ -320,6 +322,44 @@ WITH_STATES.add(
         correction=lambda fields, _: "expert_bias" if fields.flag("use_expert_bias", True) else None,
         scale=number("routed_scaling_factor", 1.0),
     ),
+)
+
+
+_LFM_3_ROTATIONS = two_rotations(1e6, "rope_local_base_freq", 1e4)
+
+
+def _is_lfm3_convolution(_: ConfigFields, config: DecoderConfig, index: int) -> bool:
+    return index == 0 or index % 2 > 0
+
+
+def if_sandwich(norm: str) -> Any:
+    """A reader of a norm after a half of a layer."""
+    return lambda fields, _: norm if fields.flag("use_sandwich_norm", True) else None
+
+
+# LFM2 with layers that read a window and rotate otherwise, with norms after each half of a layer, and with gates of
+# heads.
+WITH_STATES.add(
+    "Lfm3ForCausalLM",
+    {
+        "sliding_window": 256,
+        "conv_L_cache": 7,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e6},
+        },
+    },
+    like=_LFM_2,
+    fixed={**_LFM_3_ROTATIONS["fixed"], "attention_bias": lambda fields: fields.flag("attention_bias", False)},
+    sliding_rope=_LFM_3_ROTATIONS["sliding_rope"],
+    sliding_windows=windows(lambda index: index > 0 and index % 4 == 0, others=_STATES[1:2]),
+    state_layers=state_layers(_is_lfm3_convolution, ("full_attention", "sliding_attention")),
+    intermediate_sizes=None,
+    attention_output_norm=if_sandwich("post_operator_norm"),
+    mlp_output_norm=if_sandwich("post_ffn_norm"),
+    output_module="o_proj",
+    head_norms=HEAD_NORMS,
+    head_gates=lambda fields, _: "gate_proj" if fields.flag("use_attention_gate", True) else None,
 )
 
 

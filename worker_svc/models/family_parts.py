@@ -3,7 +3,7 @@
 A `Reader` is a function of the fields of config.json and of the configuration before, which gives a part.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from worker_svc.layers.experts import ExpertsConfig, Scoring
@@ -112,9 +112,12 @@ def window_everywhere(fields: ConfigFields, config: DecoderConfig) -> tuple[int 
 
 
 def windows(
-    is_sliding: IsSliding, window_of: Callable[[ConfigFields], int | None] = window_of
+    is_sliding: IsSliding,
+    window_of: Callable[[ConfigFields], int | None] = window_of,
+    others: Sequence[str] = (),
 ) -> Callable[[ConfigFields, DecoderConfig], tuple[int | None, ...]]:
     """A window in the sliding layers of `layer_types`; without `layer_types`, in layers that satisfy `is_sliding`.
+    Types in `others` are of layers that do not attend.
 
     The reader raises ConfigurationError for an unknown type of layer, or for a sliding layer without a window.
     """
@@ -123,8 +126,9 @@ def windows(
         window, types, count = window_of(fields), fields.values.get("layer_types"), config.num_layers
         if types is None:
             return tuple(window if is_sliding(index) else None for index in range(count))
-        if not isinstance(types, list) or len(types) != count or not all(each in (_FULL, _SLIDING) for each in types):
-            raise fields.error("layer_types", types, f"{count} of {_FULL} and {_SLIDING}")
+        known = (_FULL, _SLIDING, *others)
+        if not isinstance(types, list) or len(types) != count or not all(each in known for each in types):
+            raise fields.error("layer_types", types, f"{count} of {' and '.join(known)}")
         if window is None and _SLIDING in types:
             raise fields.error("layer_types", types, f"only {_FULL} if no sliding window is used")
         return tuple(window if each == _SLIDING else None for each in types)

@@ -71,6 +71,7 @@ Qwen3NextForCausalLM      151936   2048  5632     48    16  2  256     32768    
 OlmoHybridForCausalLM     100352   3840     -      -    30  -    -     65536         -          -    -      -    -   -
 KimiLinearForCausalLM     163840   2304  9216     27     - 32    -   1048576      1e-5          -    -      - 1024   -
 Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -
+Lfm3ForCausalLM           128000   2048  7680     24    16  4  128    128000         -          - true      -    -   -
 Lfm2MoeForCausalLM         65536   2048  7168     32    32  8    -    128000         -        1e6 true      - 1792   4
 JambaForCausalLM           65536      - 14336      -     -  8    -    262144         -          -    -      -    -   2
 MambaForCausalLM           50280    768     -      -     -  -    -    131072         -          - true      -    -   -

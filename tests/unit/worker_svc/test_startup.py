@@ -305,6 +305,15 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 
 
+def test_layers_with_a_window_next_to_states_keep_all_tokens(tmp_path: Path) -> None:
+    make_model(tmp_path, "lfm3")
+    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
+    pool = make_worker(model, load("--max-num-seqs=2", "--block-size=4"), DeviceLoop()).info.pool
+    assert [each.window for each in model.cache_layers] == [20, None, 20]
+    assert pool.groups.num_groups == 1
+    assert pool.state_blocks
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

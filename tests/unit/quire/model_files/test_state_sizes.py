@@ -36,6 +36,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
         "num_experts_per_tok": 2,
     },
+    "Lfm3ForCausalLM": {"conv_L_cache": 3},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [3]},
     "GraniteMoeHybridForCausalLM": {**_MAMBA, "layer_types": ["mamba", "attention"] * 4, "num_local_experts": 0},
     "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 1536, "mamba_n_heads": 24},

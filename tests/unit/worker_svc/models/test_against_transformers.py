@@ -348,7 +348,7 @@ def test_what_config_json_does_not_say_is_what_transformers_assumes(family: str)
         del names["norm_eps"]
     if family == "NemotronHForCausalLM":
         names |= {"activation": "mlp_hidden_act", "norm_eps": "layer_norm_epsilon"}
-    if family.startswith("Lfm2"):
+    if family.startswith("Lfm"):
         assert config.activation == "silu"
         del names["activation"]
     if config.activation == CLAMPED_SWIGLU:
