@@ -270,7 +270,7 @@ def events_message(outgoing: Outgoing) -> scheduler_pb2.ConnectResponse:
     return response
 
 
-def _column(parts: SequenceOf[list[int]]) -> bytes:
+def _column(parts: SequenceOf[SequenceOf[int]]) -> bytes:
     """A column of events, of all batches."""
     return encode_int32(parts[0] if len(parts) == 1 else list(chain.from_iterable(parts)))
 
