@@ -96,7 +96,7 @@ def step_message(plan: StepPlan, epoch: int, generation: int) -> bytes:
     _add_row_changes(step, plan)
     step.sealed_block_ids = encode_int32([block for block, _ in plan.sealed])
     step.sealed_hashes = b"".join([content for _, content in plan.sealed])
-    step.short_lived_block_ids = encode_int32(plan.short_lived)
+    step.short_lived = encode_int32(plan.short_lived)
     step.state_tables = encode_int32([each for row, blocks in plan.state_tables for each in (row, *blocks)])
     step.checkpoints = encode_int32([each for row, count, blocks in plan.checkpoints for each in (row, count, *blocks)])
     return request.SerializeToString()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quire.runtime.failpoint import failpoint
 from worker_svc.device.seals import SealInventory
 from worker_svc.encoders.bert import BertEncoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
@@ -56,7 +55,6 @@ class EncoderRunner:
     @torch.inference_mode()
     def launch(self, admitted: AdmittedStep, queue_us: int = 0) -> _Finished:
         step, stopwatch = admitted.step, Stopwatch(torch.device("cpu"))
-        failpoint("worker.step.begun")
         self._apply(step.row_changes)
         stopwatch.mark()
         rows, sources = step.batch.samples.T.tolist() if len(step.batch.samples) else ([], [])

@@ -220,7 +220,7 @@ class StepDecoder:
 
     def _sealed(self, message: worker_pb2.StepRequest) -> SealedBlocks:
         blocks = _ids(message.sealed_block_ids, "sealed_block_ids", self._pool.num_gpu_blocks)
-        short_lived = _ids(message.short_lived_block_ids, "short_lived_block_ids", self._pool.num_gpu_blocks)
+        short_lived = _ids(message.short_lived, "short_lived", self._pool.num_gpu_blocks)
         hashes = message.sealed_hashes
         if len(hashes) != HASH_BYTES * len(blocks):
             raise invalid_field(

@@ -155,7 +155,7 @@ async def test_a_hostile_input_fails_with_its_line(client, content, code, number
 
 async def test_what_a_batch_cannot_be_is_refused_at_once(client, rig):
     file = await client.files.create(file=("a", line("a")), purpose="batch")
-    for wrong, param in [({"endpoint": "/v1/embeddings"}, "endpoint"), ({"endpoint": "/v1/x"}, "endpoint")]:
+    for wrong, param in [({"endpoint": "/v1/rerank"}, "endpoint"), ({"endpoint": "/v1/x"}, "endpoint")]:
         with pytest.raises(BadRequestError) as refused:
             await client.batches.create(input_file_id=file.id, completion_window="24h", **wrong)
         assert refused.value.param == param
