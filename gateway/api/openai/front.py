@@ -269,6 +269,8 @@ def open_front(context: FrontContext) -> Front:
             ApiRoute(_SCORES, score, method="POST", body=ScoreBody, answer=Scores),
         ],
         call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion, _EMBEDDINGS: read_embeddings},
+        # Other paths below /v2 are of KServe, whose errors have another form.
+        dialect_of=lambda scope: OPENAI if scope["path"] in _RERANKS else None,
     )
 
 

@@ -354,6 +354,7 @@ async def test_log_probabilities_of_prompts_are_bound_over_all_choices_of_a_call
     [
         ("/v1/embeddings", {"input": "hello"}),
         ("/v1/rerank", {"query": "hello", "documents": ["a", {"text": "b"}]}),
+        ("/v2/rerank", {"query": "hello", "documents": ["a"], "top_n": 1}),
         ("/v1/score", {"text_1": "hello", "text_2": ["a", "b"]}),
     ],
 )
