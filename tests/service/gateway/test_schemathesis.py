@@ -56,7 +56,7 @@ RUNNING = {
     "/v1/batches": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/v2/repository/index": {},
     "/v1/embeddings": {"input": "hello"},
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), {"query": "hello", "documents": ["a"]}),
+    **{path: {"query": "hello", "documents": ["a"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/score": {"text_1": "hello", "text_2": "a"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [5, 6]},
