@@ -195,11 +195,17 @@ class States:
 
     def seal(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
         """Makes a checkpoint, whose step is done, available. With one of output, the one before is the next that gives
-        way. Returns the blocks that became available."""
+        way. Returns the blocks that became available. Blocks of an earlier sequence with the same tokens, which keep
+        the names, are as recent as new ones: they were perhaps the next to give way."""
         sequence, index = checkpoint.sequence, checkpoint.num_tokens // self._block_size
         (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
-        pairs = zip(checkpoint.blocks, self._names.state(content), strict=True)
+        names = self._names.state(content)
+        pairs = zip(checkpoint.blocks, names, strict=True)
         sealed = [(block, name) for block, name in pairs if self._pool.seal(block, name)]
+        if len(sealed) < len(names):
+            found = self._pool.hits(names)
+            self._pool.touch(found)
+            self._pool.free(found)
         if checkpoint.is_of_output:
             self._pool.evict_first(self._pool.still_sealed(sequence.newest_checkpoint))
             sequence.newest_checkpoint = sealed
