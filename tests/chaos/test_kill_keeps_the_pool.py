@@ -29,9 +29,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "two ranks": {"tensor_parallel_size": 2},
     "int8 pool": {"kv_cache_dtype": "int8"},
     "several tokens a step": {"speculate": ("ngram",), "multi_step_ms": 24},
-    # Its layers keep states, so streams continue from the last checkpoint of their output.
-    "states": {"model": "qwen3.5"},
-    "states of two ranks": {"model": "qwen3.5", "tensor_parallel_size": 2},
+    # Its layers keep states, so streams continue from the last checkpoint of their output. The pool holds all of both
+    # runs: in a full one checkpoints give way.
+    "states": {"model": "qwen3.5", "num_gpu_blocks": 1024},
+    "states of two ranks": {"model": "qwen3.5", "tensor_parallel_size": 2, "num_gpu_blocks": 1024},
     # The model itself.
     "draft model": {"speculate": ("draft",), "draft_model": "quire-tiny", "multi_step_ms": 24},
 }
