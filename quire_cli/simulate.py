@@ -266,10 +266,10 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
     ) -> Replica:
         """The replica with the sizes of the flags, and these sizes as defaults."""
         max_num_batched_tokens = self.max_num_batched_tokens or sizes["max_num_batched_tokens"]
-        beside = 2 if sizes.get("state_blocks") else 0
-        max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max(max_num_batched_tokens - beside, 1))
+        num_further = 2 if sizes.get("state_blocks") else 0
+        max_num_seqs = self.max_num_seqs or min(sizes["max_num_seqs"], max(max_num_batched_tokens - num_further, 1))
         if self.max_num_seqs is not None and self.max_num_batched_tokens is None:
-            max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs + beside)
+            max_num_batched_tokens = max(max_num_batched_tokens, max_num_seqs + num_further)
         longest = sizes["max_model_len"]
         if (self.max_model_len or 0) > longest:
             raise ConfigurationError(f"--max-model-len is {self.max_model_len:,}; the model takes at most {longest:,}")

@@ -189,7 +189,7 @@ class Generator:
                 limits = await self.limits()
                 turns = Turns()
                 call.check(options, limits, self.adapters.visible(caller, options.model))
-                self._check_kind(options)
+                self.check_kind(options)
                 adapter = self.adapters.resolve(options.model)
                 await turns.pause()
                 priority = caller.priority_of(options.priority, options.priority_sign)
@@ -227,7 +227,7 @@ class Generator:
                 if options.retain_ms is not None and live.is_completed and not options.cache_salt:
                     self._retain(live, options.retain_ms)
 
-    def _check_kind(self, options: RequestOptions) -> None:
+    def check_kind(self, options: RequestOptions) -> None:
         """Raises Unimplemented if the model gives something else."""
         if options.kind is not self.model.kind:
             raise Unimplemented(

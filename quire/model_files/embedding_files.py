@@ -37,11 +37,9 @@ _TRANSFORMER_SETTINGS = "sentence_bert_config.json"
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Makes one vector of the hidden states of a text: the results of `modes`, one after the other. Without
-    `includes_prompt` the tokens of the prompt before a text do not count."""
+    """Makes one vector of the hidden states of a text: the results of `modes`, one after the other."""
 
     modes: tuple[str, ...]
-    includes_prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +222,29 @@ def _pooling(config: Mapping[str, Any]) -> Pooling:
         raise ConfigurationError(
             f"the pooling mode {unknown[:1] or modes!r:.80} is not supported; supported are {', '.join(POOLING_MODES)}"
         )
-    return Pooling(tuple(str(mode) for mode in modes), config.get("include_prompt") is not False)
+    if config.get("include_prompt") is False:
+        raise ConfigurationError(
+            "include_prompt of Pooling is false, which is not supported: tokens of a text's prompt are pooled, too"
+        )
+    return Pooling(tuple(str(mode) for mode in modes))
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
-    sizes = [config.get(name) for name in ("in_features", "out_features")]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 20 for size in sizes):
-        raise ConfigurationError(f"{folder / 'config.json'}: in_features and out_features are {sizes!r:.80}")
+    in_features, out_features = (_size(folder, config, name) for name in ("in_features", "out_features"))
     for name, usual in (("module_input_name", "sentence_embedding"), ("use_residual", False)):
         if config.get(name, usual) not in (usual, None):
             raise ConfigurationError(
                 f"{folder / 'config.json'}: {name} is {config[name]!r:.80}, which is not supported"
             )
     activation = _activation(folder / "config.json", config.get("activation_function", "torch.nn.Tanh"))
-    in_features, out_features = map(int, sizes)  # type: ignore[arg-type]
     return Dense(folder, in_features, out_features, config.get("bias") is not False, activation)
+
+
+def _size(folder: Path, config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 20:
+        raise ConfigurationError(f"{folder / 'config.json'}: {name} is {value!r:.80}; expected 1 to {(1 << 20) - 1:,}")
+    return value
 
 
 def _activation(file: Path, value: object) -> str:

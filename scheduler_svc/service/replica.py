@@ -384,13 +384,13 @@ class Replica:
 def core_config(settings: SchedulerSettings, info: ReplicaInfo) -> SchedulerConfig:
     """The core's configuration: the workers' pool, and of each limit the lower of ours and the workers'."""
     max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
-    beside = 2 if info.state_blocks else 0
+    num_further = 2 if info.state_blocks else 0
     return SchedulerConfig(
         **{name: getattr(settings, name) for name in _OF_SETTINGS},
         **{name: getattr(info, name) for name in _OF_WORKERS},
         num_blocks=info.num_gpu_blocks,
         # Each running sequence takes at least one token of a step, and a prompt goes on by three if layers keep states.
-        max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max(max_num_batched_tokens - beside, 1)),
+        max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max(max_num_batched_tokens - num_further, 1)),
         max_num_batched_tokens=max_num_batched_tokens,
         # On a CPU the pool is in the same memory: host blocks would be copies, and no additional room.
         caches_on_host=info.device != "cpu",

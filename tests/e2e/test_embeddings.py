@@ -135,5 +135,7 @@ async def test_documents_are_put_in_order_and_pairs_scored(tmp_path: Path) -> No
         assert answer.json()["error"]["message"].startswith("documents is empty")
         answer = await client.post("/v1/rerank", json={"query": LONG, "documents": ["a"]})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
+        answer = await client.post("/v1/rerank", json={"query": "a " * 5000, "documents": ["a"] * 2000})
+        assert "have 20,002,000 characters" in answer.json()["error"]["message"]
         answer = await client.post("/v1/embeddings", json={"input": "a"})
         assert "ranks documents; send this to a server with a model that gives" in answer.json()["error"]["message"]

@@ -144,7 +144,20 @@ def vector_of(end: Finished, dimensions: int | None = None) -> NDArray[np.float3
     return (vector / length).astype(np.float32) if length > 0 else vector
 
 
-class EmbeddingsShaper:
+class WholeShaper:
+    """The part of a shaper whose answers are never streams."""
+
+    def begin(self) -> Iterable[Mapping[str, Any]]:
+        return ()
+
+    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
+        return ()
+
+    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
+        return ()
+
+
+class EmbeddingsShaper(WholeShaper):
     """Writes the answer."""
 
     def __init__(self, body: EmbeddingsBody, model: str) -> None:
@@ -165,12 +178,3 @@ class EmbeddingsShaper:
         if self._body.encoding_format == "base64":
             return {"object": "embedding", "index": index, "embedding": base64.b64encode(vector.tobytes()).decode()}
         return {"object": "embedding", "index": index, "embedding": vector.astype(np.float64).tolist()}
-
-    def begin(self) -> Iterable[Mapping[str, Any]]:
-        return ()
-
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
-        return ()
-
-    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
-        return ()

@@ -12,15 +12,15 @@ from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
-from gateway.api.openai.embeddings import EmbeddingsUsage, vector_of, vector_options
+from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper, vector_of, vector_options
 from gateway.api.respond import Call
-from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator, Result
 from gateway.request.limits import MAX_TEXTS
 from gateway.request.violations import Violations
 from gateway.turns import Turns
 from gateway.types import ModelKind, RequestOptions, TokenPrompt
+from quire.rpc.errors import InvalidArgument
 from quire.runtime import clock, entropy
 
 
@@ -124,9 +124,17 @@ class _PairsCall(Call, Generic[BodyType]):
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         body = self.body
         options = vector_options(ModelKind.SCORES, body.model, body.priority, truncate=body.truncate)
+        generator.check_kind(options)
+        # A query is tokenized again with each document.
+        pairs, limit = self.pairs, (await generator.limits()).max_message_bytes
+        if (size := sum(len(first) + len(second) for first, second in pairs)) > limit:
+            raise InvalidArgument(
+                f"the pairs of this call have {size:,} characters, each text counted in each of its pairs; the max is "
+                f"{limit:,}: send fewer or shorter texts"
+            )
         turns = Turns()
         requests: list[RequestOptions] = []
-        for first, second in self.pairs:
+        for first, second in pairs:
             ids = await generator.model.tokenizer.encode_pair(first, second)
             requests.append(replace(options, prompt=TokenPrompt(ids)))
             await turns.pause()
@@ -182,7 +190,7 @@ class ScoreCall(_PairsCall[ScoreBody]):
         return {**head, "created": int(clock.unix_s()), "data": LazyList(lambda: map(entry, range(len(scores))))}
 
 
-class _PairsShaper:
+class _PairsShaper(WholeShaper):
     """Writes the answer."""
 
     def __init__(self, call: _PairsCall[Any]) -> None:
@@ -192,15 +200,6 @@ class _PairsShaper:
         num_tokens = sum(usage.prompt_tokens for _, usage in results)
         scores = [float(vector_of(sequences[0].finished)[0]) for sequences, _ in results]
         return self._call.answer(self._call.head(num_tokens), scores)
-
-    def begin(self) -> Iterable[Mapping[str, Any]]:
-        return ()
-
-    def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
-        return ()
-
-    def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
-        return ()
 
 
 def _text_of(document: str | TextDocument) -> str:

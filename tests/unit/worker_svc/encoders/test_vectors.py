@@ -82,8 +82,8 @@ def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
 def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, tmp_path: Path) -> None:
     path = make_embedding_model(tmp_path, modules=(*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {})))
     together = vectors_of(path, dtype, TEXTS * 3)
-    alone = torch.cat([vectors_of(path, dtype, [text]) for text in TEXTS])
-    assert torch.equal(together, alone.repeat(3, 1))
+    each_by_itself = torch.cat([vectors_of(path, dtype, [text]) for text in TEXTS])
+    assert torch.equal(together, each_by_itself.repeat(3, 1))
 
 
 PAIRS = [("a cat", text) for text in ("the cat sat on the mat", "a big red dog", "", "once upon a time")]
@@ -118,6 +118,7 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
     [
         ((("WordWeights", {}),), "has a module of the type WordWeights, which is not supported; supported are"),
         ((("Normalize", {}),), "has no Pooling directly behind the Transformer"),
+        ((("Pooling", {"include_prompt": False}),), "include_prompt of Pooling is false, which is not supported"),
         ((("Pooling", {"pooling_mode": "sum"}),), r"the pooling mode \['sum'\] is not supported; supported are cls, "),
         (
             (*MEAN, ("Dense", DENSE)),
