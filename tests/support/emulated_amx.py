@@ -1,4 +1,5 @@
-"""The CPU library with emulated matrix units (tests/emulation/amx.h), so that AMX code runs on any processor.
+"""The CPU library with emulated matrix units (tests/emulation/amx.h), so that AMX code runs on any processor
+with AVX-512.
 
 It is built when it is first needed, which takes about half a minute of one processor, and again only after changes to
 the sources.

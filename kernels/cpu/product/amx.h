@@ -4,6 +4,8 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
+static_assert(kWidth == kTile, "A vector has the columns of a tile: processors with matrix units have AVX-512.");
+
 // How many bytes ahead of its use a weight is prefetched, and into which cache: the second one where it is expanded
 // first.
 template <class Kind>

@@ -15,7 +15,7 @@ from tests.unit.kernels.cpu.test_product import make_kernels, make_weight
 
 pytestmark = [
     pytest.mark.all_isas,
-    pytest.mark.skipif(EMULATED_AMX not in ISAS, reason="no compiler for the emulation"),
+    pytest.mark.skipif(EMULATED_AMX not in ISAS, reason="no compiler or no AVX-512 for the emulation"),
 ]
 
 C, B = slice(0, 4), slice(6, 8)
