@@ -5,7 +5,6 @@ Each text, and each pair, is a request of its own with one token of output, whic
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal, Self
 
 import numpy as np
@@ -15,7 +14,7 @@ from gateway.replicas.events import Finished
 from gateway.request.answer_memory import AS_MESSAGE
 from gateway.request.generator import Generator, Result, results_of, running
 from gateway.request.limits import MAX_TEXTS
-from gateway.request.violations import Violations, renamed, renaming
+from gateway.request.violations import Violations, renamed
 from gateway.turns import Turns
 from gateway.types import ModelKind, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters
@@ -179,7 +178,7 @@ async def run_vectors(
     def refusal(position: int, error: QuireError) -> QuireError:
         return renamed(error, names(position))
 
-    with renaming(partial(names, 0)), generator.call_memory(AS_MESSAGE) as memory:
+    with generator.call_memory(AS_MESSAGE) as memory:
         async with running(generator, requests, refusal, memory) as live:
             return Vectors.of(await results_of(live), dimensions)
 
