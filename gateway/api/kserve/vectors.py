@@ -54,7 +54,7 @@ class Signature:
 
     def shape(self, name: str) -> list[int]:
         """The dimensions of a tensor; -1 is any size."""
-        return [-1, self.vector_size] if name == "embedding" else [-1]
+        return {"embedding": [-1, self.vector_size], "query": [1]}.get(name, [-1])
 
 
 class _RankingParameters(Body):
@@ -91,9 +91,8 @@ async def infer_vectors(generator: Generator, request: pb.ModelInferRequest, rul
     named = check_outputs(violations, request, signature.outputs)
     violations.raise_if_any()
     fields = read_sampling_fields(request, None)
+    call = _call_of(fields.body(rule, _RankingParameters if is_ranking else _EmbeddingParameters), request.model_name)
     with renaming(lambda: fields.path):
-        body = fields.body(rule, _RankingParameters if is_ranking else _EmbeddingParameters)
-        call = _call_of(body, request.model_name)
         if is_ranking:
             pairs = [(query, each) for query in texts["query"] for each in texts["documents"]]
             requests = await requests_for_pairs(generator, pairs, call)
