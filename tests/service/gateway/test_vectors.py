@@ -22,38 +22,35 @@ from quire.inference import open_inference_pb2 as kserve
 from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unimplemented
 from quire.scheduler.v1 import scheduler_pb2
 from quire_cli.main import main
-from tests.support.embedding_models import make_embedding_model, make_ranking_model
 from tests.support.fake_scheduler import FakeScheduler
-from tests.support.gateway_process import RunningGateway, error_of, running_gateway
+from tests.support.gateway_process import RunningGateway, error_of
+from tests.support.vector_gateways import SIZE, Rig, ranking_gateway, vector_gateway
 
-SIZE = 48
 LONG = "the cat " * 40
 DOCUMENTS = ["the", "a dog", "small blue hat"]
 
 
-def vector_of(prompt: tuple[int, ...]) -> list[float]:
-    """Different for different prompts."""
-    return [float(sum(prompt) + len(prompt) * place) for place in range(1, SIZE + 1)]
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embedder(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with vector_gateway(tmp_path_factory.mktemp("models")) as rig:
+        yield rig
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def embedder(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[FakeScheduler, RunningGateway]]:
-    settings = {"prompts": {"query": "a cat "}, "default_prompt_name": None}
-    model = make_embedding_model(tmp_path_factory.mktemp("models") / "tiny", settings=settings)
-    fake = FakeScheduler(vector=vector_of, architecture="BertModel", vocab_size=78, max_model_len=33)
-    async with fake as scheduler, running_gateway(scheduler, model=str(model)) as gateway:
-        yield scheduler, gateway
+async def ranker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with ranking_gateway(tmp_path_factory.mktemp("models")) as rig:
+        yield rig
 
 
 @pytest.fixture
-def scheduler(embedder: tuple[FakeScheduler, RunningGateway]) -> FakeScheduler:
+def scheduler(embedder: Rig) -> FakeScheduler:
     embedder[0].submits.clear()
     embedder[0].emits.set()
     return embedder[0]
 
 
 @pytest.fixture
-def stub(embedder: tuple[FakeScheduler, RunningGateway]) -> Any:
+def stub(embedder: Rig) -> Any:
     return EmbeddingServiceStub(embedder[1].channel)
 
 
@@ -152,19 +149,6 @@ async def test_a_full_queue_makes_a_stream_wait_and_refuses_one_call(scheduler, 
     scheduler.refusal.extend([full] * 3)
     found = [each async for each in stub.EmbedStream(iter(batches(2)), timeout=60)]
     assert len(found[0].embeddings) == 2
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def ranker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[FakeScheduler, RunningGateway]]:
-    model = make_ranking_model(tmp_path_factory.mktemp("models") / "ranker")
-    fake = FakeScheduler(
-        vector=lambda prompt: [sum(prompt) / 1000],
-        architecture="BertForSequenceClassification",
-        vocab_size=78,
-        max_model_len=63,
-    )
-    async with fake as scheduler, running_gateway(scheduler, model=str(model), max_message_bytes=65536) as gateway:
-        yield scheduler, gateway
 
 
 async def test_documents_are_ranked_and_pairs_scored(ranker) -> None:
