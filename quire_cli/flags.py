@@ -114,5 +114,13 @@ def read_text(file: str) -> str:
         raise not_utf8("stdin" if file == "-" else file, error) from error
 
 
+def read_lines(file: str) -> list[str]:
+    """The lines of a text, also blank ones; - is stdin. ConfigurationError if there is none, or as `read_text`."""
+    text = read_text(file).removesuffix("\n")
+    if not text:
+        raise ConfigurationError(f"{'stdin' if file == '-' else file} holds no text")
+    return text.split("\n")
+
+
 def not_utf8(name: str, error: UnicodeDecodeError) -> ConfigurationError:
     return ConfigurationError(f"{name} is not UTF-8: {error}")

@@ -50,6 +50,8 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         ),
         "chat": Command.of("quire_cli.chat", "ChatFlags", "talk with a model"),
         "generate": Command.of("quire_cli.generate", "GenerateFlags", "continue a prompt, or a file of prompts"),
+        "embed": Command.of("quire_cli.embed", "EmbedFlags", "print or save the vectors of texts"),
+        "rerank": Command.of("quire_cli.rerank", "RerankFlags", "put documents in order for a query"),
         "batch": Command.of("quire_cli.batch", "BatchSettings", "answer a file of requests, and end"),
         "pull": Command.of("quire_cli.pull", "PullFlags", "download a model of the Hugging Face Hub"),
         "models": Command.of("quire_cli.models", "ModelsFlags", "list the models on this machine, and what they need"),

@@ -31,7 +31,7 @@ MAX_ENTRIES: Mapping[str, int] = {
     **dict.fromkeys(("bytes", "logprobs", "top_logprobs"), _MAX_VALUES),
     **dict.fromkeys(_TEXTS, MAX_CHOICES),
     "prompt": MAX_PROMPTS,
-    **dict.fromkeys(("text_1", "text_2"), MAX_TEXTS),
+    **dict.fromkeys(("documents", "text_1", "text_2"), MAX_TEXTS),
     "tools": MAX_TOOLS,
 }
 """The maximum entries of lists and maps by name. Others may have `DEFAULT_MAX_ENTRIES`."""

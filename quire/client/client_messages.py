@@ -5,6 +5,8 @@
 
 import dataclasses
 import json
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, MutableMapping, MutableSequence, Sequence
 from typing import Any, TypeVar, cast
 
@@ -19,6 +21,7 @@ from quire.client.types import (
     ChatMessage,
     Constraint,
     EarlyStopping,
+    Embeddings,
     FinishReason,
     GeneratedSequence,
     Generation,
@@ -28,9 +31,12 @@ from quire.client.types import (
     Model,
     PinnedPrefix,
     PositionLogprobs,
+    RankedDocument,
+    Ranking,
     Replica,
     ReplicaRole,
     RequestCompleted,
+    Scores,
     SequenceFinished,
     ServerInfo,
     StreamEvent,
@@ -44,7 +50,7 @@ from quire.client.types import (
     Usage,
 )
 from quire.common.v1 import common_pb2
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.gateway.v1 import embedding_pb2, generation_pb2, model_pb2, prefix_pb2
 from quire.model_files.progress import LoadProgress
 from quire.rpc.errors import Internal, invalid_field
 
@@ -162,6 +168,25 @@ def to_pin_request(
             _fill(request.token_ids, ids=entries)
     _fill(request, time_to_live_ms=time_to_live_ms, model=model)
     return request
+
+
+def to_embed_request(texts: str | Sequence[str] | Sequence[Sequence[int]], **fields: Any) -> embedding_pb2.EmbedRequest:
+    """Raises as `to_generate_request`."""
+    request = embedding_pb2.EmbedRequest()
+    if not isinstance(texts, str):
+        _check_is_sequence("texts", texts, "a str, a sequence of str or a sequence of sequences of token ids")
+    if isinstance(texts, str) or not texts or isinstance(texts[0], str):
+        _fill(request, texts=texts)
+    else:
+        for position, token_ids in enumerate(texts):
+            _put(request.token_ids.add(), "ids", token_ids, f"texts[{position}]")
+    return given(request, **fields)
+
+
+def given(message: AnyMessage, **values: Any) -> AnyMessage:
+    """As `filled`, with the values that are not None."""
+    _fill(message, **values)
+    return message
 
 
 def filled(message: AnyMessage, **values: Any) -> AnyMessage:
@@ -390,6 +415,27 @@ def from_tokenize_response(message: generation_pb2.TokenizeResponse) -> Tokeniza
 
 def from_detokenize_response(message: generation_pb2.DetokenizeResponse) -> str:
     return message.text
+
+
+def from_embed_response(message: embedding_pb2.EmbedResponse) -> Embeddings:
+    return _read(Embeddings, message, vectors=tuple(map(_vector, message.embeddings)))
+
+
+def from_rerank_response(message: embedding_pb2.RerankResponse) -> Ranking:
+    return _read(Ranking, message, results=tuple(_read(RankedDocument, each) for each in message.results))
+
+
+def from_score_response(message: embedding_pb2.ScoreResponse) -> Scores:
+    return _read(Scores, message)
+
+
+def _vector(message: embedding_pb2.Embedding) -> "array[float]":
+    """The numbers by their bytes, a tenth of the time of reading each number."""
+    vector, size = array("f"), 4 * len(message.values)
+    vector.frombytes(message.SerializeToString()[-size:] if size else b"")
+    if sys.byteorder == "big":
+        vector.byteswap()
+    return vector
 
 
 def from_pin_response(message: prefix_pb2.PinPrefixResponse) -> PinnedPrefix:

@@ -17,6 +17,8 @@ import grpc.aio
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from quire.gateway.v1 import (
+    embedding_pb2,
+    embedding_pb2_grpc,
     generation_pb2,
     generation_pb2_grpc,
     model_pb2,
@@ -39,6 +41,7 @@ _API_KEY = re.compile(r"[\x21-\x7e]{1,512}")
 _GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 _MODELS: ServiceDescriptor = model_pb2.DESCRIPTOR.services_by_name["ModelService"]
 _PREFIXES: ServiceDescriptor = prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]
+_EMBEDDINGS: ServiceDescriptor = embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]
 _IDEMPOTENT: tuple[MethodDescriptor, ...] = tuple(
     service.methods_by_name[name]
     for service, names in (
@@ -46,6 +49,7 @@ _IDEMPOTENT: tuple[MethodDescriptor, ...] = tuple(
         (_MODELS, ("ListModels", "GetModel", "GetServerInfo", "ListAdapters")),
         (_PREFIXES, ("PinPrefix", "UnpinPrefix")),
         (_GENERATION, ("Cancel", "Tokenize", "Detokenize")),
+        (_EMBEDDINGS, ("Embed", "Rerank", "Score")),
     )
     for name in names
 )
@@ -86,6 +90,7 @@ class Stubs:
     generation: Any
     models: Any
     prefixes: Any
+    embeddings: Any
 
 
 def open_channel(api: Any, address: str | Sequence[str], tls: ClientTls | None) -> Any:
@@ -120,6 +125,7 @@ def make_stubs(channel: Any, api_key: str | None) -> Stubs:
         generation_pb2_grpc.GenerationServiceStub(calls),
         model_pb2_grpc.ModelServiceStub(calls),
         prefix_pb2_grpc.PrefixServiceStub(calls),
+        embedding_pb2_grpc.EmbeddingServiceStub(calls),
     )
 
 

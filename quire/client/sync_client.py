@@ -15,12 +15,15 @@ from quire.client.types import (
     Adapter,
     AnyChatMessage,
     ChatFields,
+    Embeddings,
     Generation,
     GenerationFields,
     GenerationOptions,
     Model,
     PinnedPrefix,
+    Ranking,
     RequestCompleted,
+    Scores,
     ServerInfo,
     StreamEvent,
     TokenChunk,
@@ -35,7 +38,7 @@ from quire.client.waiting import (
     next_response,
     was_accepted,
 )
-from quire.gateway.v1 import generation_pb2, model_pb2, prefix_pb2
+from quire.gateway.v1 import embedding_pb2, generation_pb2, model_pb2, prefix_pb2
 from quire.rpc.errors import QuireError, Unavailable
 
 Answer = TypeVar("Answer")
@@ -270,6 +273,53 @@ class Client:
         """The text of token ids."""
         request = convert.to_detokenize_request(token_ids, include_special_tokens=include_special_tokens, model=model)
         return self._ask(self._stubs.generation.Detokenize, request, convert.from_detokenize_response, timeout_s)
+
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        model: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """The vectors of a text, or of at most 2,048 texts or lists of token ids."""
+        fields = {"dimensions": dimensions, "prompt_name": prompt_name, "truncate": truncate, "priority": priority}
+        request = convert.to_embed_request(texts, model=model, **fields)
+        return self._ask(self._stubs.embeddings.Embed, request, convert.from_embed_response, timeout_s)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool | None = None,
+        model: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Ranking:
+        """The best `top_n` of at most 2,048 documents for a query, or all in order."""
+        fields = {"query": query, "documents": documents, "top_n": top_n, "truncate": truncate}
+        request = convert.given(embedding_pb2.RerankRequest(), **fields, model=model, priority=priority)
+        return self._ask(self._stubs.embeddings.Rerank, request, convert.from_rerank_response, timeout_s)
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate: bool | None = None,
+        model: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Scores:
+        """The scores of pairs: one text with each of several, or two sequences of one length."""
+        fields = {"text_1": text_1, "text_2": text_2, "truncate": truncate}
+        request = convert.given(embedding_pb2.ScoreRequest(), **fields, model=model, priority=priority)
+        return self._ask(self._stubs.embeddings.Score, request, convert.from_score_response, timeout_s)
 
     def pin_prefix(
         self,

@@ -1,6 +1,7 @@
 """The client's arguments and results, as plain values. The protos define the fields and their allowed values."""
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -338,6 +339,45 @@ class Tokenization:
     token_ids: tuple[int, ...]
     tokens: tuple[str, ...]
     max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Vectors in the order of the texts. Each is an array of float32, which `numpy.asarray` reads without a copy.
+
+    Attributes:
+        prompt_tokens: The tokens of all texts, after truncation.
+    """
+
+    vectors: tuple["array[float]", ...]
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document's position in the request, and its score; higher is better."""
+
+    index: int
+    relevance_score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Documents, best first. `prompt_tokens` are of all pairs of query and document."""
+
+    results: tuple[RankedDocument, ...]
+    model: str
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The score of each pair of texts, in order."""
+
+    scores: tuple[float, ...]
+    model: str
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

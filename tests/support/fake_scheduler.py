@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 from google.rpc import code_pb2
 
 from quire.common.v1 import common_pb2
@@ -39,6 +40,10 @@ _NUM_EARLY_TOKENS, _LATE_TOKENS_PER_STEP = 100, 8
 
 # (prompt token ids, position in the output) -> token id
 TokenRule = Callable[[tuple[int, ...], int], int]
+
+
+# prompt token ids -> numbers
+VectorRule = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 def counting_rule(prompt: tuple[int, ...], position: int) -> int:
@@ -96,6 +101,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     Attributes:
         rule: Gives the next token.
+        vector: Gives the vector of a prompt, as a scheduler whose model gives vectors; None gives none.
         step_delay_s: Time between steps; 0 is as fast as the gateway's stream takes them.
         tokens_per_step: Tokens of each request in one step, as after a slow stream. If neither this nor the delay is
             set, there are more after the first hundred.
@@ -132,6 +138,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     protocol: ProtocolVersions = SCHEDULER_PROTOCOL
     model: ModelFingerprint = UNKNOWN_MODEL
     rule: TokenRule = counting_rule
+    vector: VectorRule | None = None
     step_delay_s: float = 0.001
     tokens_per_step: int = 1
     refuses_connections: bool = False
@@ -507,6 +514,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         end.reason = common_pb2.FINISH_REASON_STOP if is_stop else common_pb2.FINISH_REASON_LENGTH
         if is_stop:
             end.stop_token_id = token_id
+        if self.vector is not None:
+            end.vector = np.array(self.vector(request.prompt), np.float32).tobytes()
         events.finished.append(end)
         events.completed.append(
             scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request, self.drafts))

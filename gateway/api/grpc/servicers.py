@@ -10,6 +10,7 @@ from typing import TypeVar
 import grpc.aio
 
 from gateway.api.front import Front, FrontContext
+from gateway.api.grpc.embedding_servicer import EmbeddingServicer
 from gateway.api.grpc.gateway_messages import (
     FEW_TOKENS,
     client_offsets,
@@ -31,8 +32,8 @@ from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answ
 from gateway.request.text_service import TextService
 from gateway.request.validation import check_model
 from gateway.types import RequestOptions, optional
+from quire.gateway.v1 import embedding_pb2, model_pb2, prefix_pb2
 from quire.gateway.v1 import generation_pb2 as pb
-from quire.gateway.v1 import model_pb2, prefix_pb2
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
 from quire.rpc.errors import NotFound
 from quire.rpc.interceptors import REQUEST_ID_HEADER
@@ -53,6 +54,7 @@ def open_front(context: FrontContext) -> Front:
         pb.DESCRIPTOR.services_by_name["GenerationService"]: GenerationServicer(generator, texts),
         model_pb2.DESCRIPTOR.services_by_name["ModelService"]: ModelServicer(generator, context.gateway_id),
         prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]: PrefixServicer(texts),
+        embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]: EmbeddingServicer(generator),
     }
     return Front(servicers=services)
 

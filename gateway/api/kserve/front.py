@@ -229,7 +229,7 @@ class _KServeRoutes:
         return JSONResponse(found, 200 if answer.ready else 503)
 
     async def infer(self, request: Request) -> Response:
-        """Continues one or several prompts."""
+        """Continues one or several prompts; gives the vectors of texts, or the scores of documents for a query."""
         data = await read_body(request, self._body_limits, media_types=(_BINARY,))
         data, binary = _parts(data, request)
         body = validated(InferBody, await load_json(data, self._body_limits))
@@ -249,6 +249,7 @@ class _KServeRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Continues one prompt, in the form of Triton's generate extension."""
+        self._servicer.check_generates()
         asked = await _generate_message(request, self._body_limits, streams=False)
 
         async def make() -> AsyncGenerator[bytes, None]:
@@ -261,6 +262,7 @@ class _KServeRoutes:
 
     async def generate_stream(self, request: Request) -> Response:
         """Continues one prompt as a stream of server-sent events, one for each piece of the text."""
+        self._servicer.check_generates()
         asked = await _generate_message(request, self._body_limits, streams=True)
 
         async def make() -> AsyncGenerator[bytes, None]:

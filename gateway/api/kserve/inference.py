@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic_core import from_json
 
@@ -17,7 +17,7 @@ from gateway.api.answer_parts import logprobs_by_token_id
 from gateway.api.answers import as_json
 from gateway.api.body import validated
 from gateway.api.field_rule import FieldRule
-from gateway.api.generation_fields import CompletionBody, completion_options, names_of
+from gateway.api.generation_fields import Body, CompletionBody, completion_options, names_of
 from gateway.replicas.events import Chunk, Finished, PositionLogprobs, Usage
 from gateway.request.body_memory import count_memory
 from gateway.request.counting import (
@@ -33,6 +33,7 @@ from gateway.text.tokenizer import TokenTexts
 from gateway.types import RequestOptions, TextPrompt
 from quire.inference import open_inference_pb2 as pb
 
+BodyType = TypeVar("BodyType", bound=Body)
 Value = bytes | bool
 Element = bytes | int | float
 _Row = tuple[bytes, bytes, float, bytes, int, int]
@@ -108,6 +109,7 @@ _TEXTS = frozenset(
     {
         "stop",
         "early_stopping",
+        "prompt_name",
         "truncation_side",
         "guided_regex",
         "guided_grammar",
@@ -257,11 +259,11 @@ class SamplingFields:
         name = re.split(r"[.\[]", field, maxsplit=1)[0]
         return self.paths.get(name, _parameter_path(name)) + field.removeprefix(name)
 
-    def body(self, rule: FieldRule) -> CompletionBody:
-        """The body of a completion. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
+    def body(self, rule: FieldRule, kind: type[BodyType]) -> BodyType:
+        """The body of this kind. Raises InvalidArgument if `rule` rejects a parameter, or its type is wrong."""
         with renaming(lambda: self.path):
             check_json(self.values, NO_MESSAGES)
-            body, violations = validated(CompletionBody, self.values), Violations()
+            body, violations = validated(kind, self.values), Violations()
             rule.check(violations, body, "kserve")
             body.check(violations, rule)
             violations.raise_if_any()
@@ -378,7 +380,7 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     """
     inputs = read_inputs(request, INPUTS)
     violations = Violations()
-    prompts = _prompts(violations, inputs)
+    prompts = texts_of(violations, inputs, "text_input")
     flags = {name: _flag(violations, inputs, name) for name, datatype in INPUTS.items() if datatype == "BOOL"}
     streams = bool(flags["stream"])
     if streams:
@@ -386,7 +388,7 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     outputs = _outputs(violations, request, flags)
     violations.raise_if_any()
     sampling = read_sampling_fields(request, inputs.get(INPUT_NAME))
-    body = sampling.body(rule)
+    body = sampling.body(rule, CompletionBody)
     if streams and (body.n or 1) > 1:
         violations.add(sampling.path("n"), f"is {body.n}; a streamed request has one text")
     if body.logprobs is not None and "logprobs" not in outputs:
@@ -414,18 +416,19 @@ def read_inference(request: pb.ModelInferRequest, rule: FieldRule, *, in_stream:
     )
 
 
-def _prompts(violations: Violations, inputs: Mapping[str, Tensor]) -> tuple[str, ...]:
-    tensor = inputs.get("text_input")
+def texts_of(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> tuple[str, ...]:
+    """The texts of an input that a request must have."""
+    tensor = inputs.get(name)
     if tensor is None:
-        violations.add("inputs", "has no text_input")
+        violations.add("inputs", f"has no {name}")
         return ()
-    prompts: list[str] = []
+    texts: list[str] = []
     for position, value in enumerate(tensor.values):
         try:
-            prompts.append(bytes(value).decode())
+            texts.append(bytes(value).decode())
         except UnicodeDecodeError:
             violations.add(tensor.element(position), "is not valid UTF-8")
-    return tuple(prompts)
+    return tuple(texts)
 
 
 def _flag(violations: Violations, inputs: Mapping[str, Tensor], name: str) -> bool | None:
@@ -450,15 +453,19 @@ def _check_streaming(violations: Violations, inputs: Mapping[str, Tensor], *, in
 
 
 def _outputs(violations: Violations, request: pb.ModelInferRequest, flags: dict[str, bool | None]) -> frozenset[str]:
+    asked = {name for name in _OPTIONAL_OUTPUTS if flags[f"return_{name}"]}
+    return frozenset((check_outputs(violations, request, OUTPUTS) or {"text_output"}) | asked)
+
+
+def check_outputs(violations: Violations, request: pb.ModelInferRequest, known: Iterable[str]) -> set[str]:
+    """The names of the outputs that a request names, among the ones of the model."""
     for position, output in enumerate(request.outputs):
         field = f"outputs[{position}]"
         check_tensor_parameters(violations, field, output)
-        if output.name not in OUTPUTS:
-            known = ", ".join(OUTPUTS)
-            violations.add(f"{field}.name", f'is "{shortened(output.name)}"; the outputs of this model are {known}')
-    asked = {name for name in _OPTIONAL_OUTPUTS if flags[f"return_{name}"]}
-    named = {output.name for output in request.outputs} or {"text_output"}
-    return frozenset(named | asked)
+        if output.name not in known:
+            listed = ", ".join(known)
+            violations.add(f"{field}.name", f'is "{shortened(output.name)}"; the outputs of this model are {listed}')
+    return {output.name for output in request.outputs}
 
 
 class Responder:

@@ -17,15 +17,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from gateway.api.field_rule import FieldRule
 from gateway.api.kserve.inference import (
-    INPUTS,
     MODEL_VERSION,
-    OUTPUTS,
     Inference,
     Responder,
     error_response,
     in_stream,
     read_inference,
 )
+from gateway.api.kserve.vectors import Signature, infer_vectors
 from gateway.auth.caller import current_caller
 from gateway.metrics import RequestStatistics
 from gateway.replicas.events import Chunk, Completed, Finished
@@ -34,6 +33,7 @@ from gateway.request.body_memory import keep_memory
 from gateway.request.generator import Generator, answer, running
 from gateway.request.validation import wrong_model
 from gateway.request.violations import renamed, shortened
+from gateway.types import ModelKind, RequestOptions
 from quire.inference import open_inference_pb2 as pb
 from quire.rpc.errors import NotFound, PermissionDenied, QuireError, Unimplemented
 from quire.service.histograms import Distribution
@@ -45,7 +45,6 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 
 _PLATFORM = "quire"
-_REQUIRED = "text_input"
 _DATA_TYPES = {
     "BOOL": pb.TYPE_BOOL,
     "BYTES": pb.TYPE_STRING,
@@ -93,17 +92,18 @@ class KServeServicer:
         self, request: pb.ModelMetadataRequest, context: Context | None
     ) -> pb.ModelMetadataResponse:
         self._check_target(request.name, request.version)
+        signature = Signature.of(self._generator.model)
         return pb.ModelMetadataResponse(
             name=request.name,
             versions=[MODEL_VERSION],
             platform=_PLATFORM,
-            inputs=_tensors(INPUTS),
-            outputs=_tensors(OUTPUTS),
+            inputs=_tensors(signature, signature.inputs),
+            outputs=_tensors(signature, signature.outputs),
         )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context | None) -> pb.ModelConfigResponse:
         self._check_target(request.name, request.version)
-        return pb.ModelConfigResponse(config=_model_config(request.name))
+        return pb.ModelConfigResponse(config=_model_config(request.name, Signature.of(self._generator.model)))
 
     async def ModelStatistics(
         self, request: pb.ModelStatisticsRequest, context: Context | None
@@ -131,8 +131,14 @@ class KServeServicer:
             response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
+    def check_generates(self) -> None:
+        """Raises Unimplemented if the model generates no text."""
+        self._generator.check_kind(RequestOptions(None))
+
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
         self._check_target(request.model_name, request.model_version, "model_")
+        if self._generator.model.kind is not ModelKind.TEXT:
+            return await infer_vectors(self._generator, request, self.rule)
         return await self._whole(read_inference(request, self.rule, in_stream=False))
 
     async def ModelStreamInfer(
@@ -148,6 +154,9 @@ class KServeServicer:
     async def answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream. Raises QuireError."""
         self._check_target(request.model_name, request.model_version, "model_")
+        if self._generator.model.kind is not ModelKind.TEXT:
+            yield in_stream(await infer_vectors(self._generator, request, self.rule), is_final=True)
+            return
         inference = read_inference(request, self.rule, in_stream=True)
         if not inference.streams:
             yield in_stream(await self._whole(inference), is_final=True)
@@ -299,7 +308,7 @@ class UnservedMethods(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(refuse)
 
 
-def _model_config(name: str) -> pb.ModelConfig:
+def _model_config(name: str, signature: Signature) -> pb.ModelConfig:
     """The model's configuration in Triton's form."""
     return pb.ModelConfig(
         name=name,
@@ -309,12 +318,17 @@ def _model_config(name: str) -> pb.ModelConfig:
         # Shapes have no batch dimension: the prompts of one tensor are a batch.
         max_batch_size=0,
         input=[
-            pb.ModelInput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1], optional=tensor != _REQUIRED)
-            for tensor, datatype in INPUTS.items()
+            pb.ModelInput(
+                name=tensor,
+                data_type=_DATA_TYPES[datatype],
+                dims=signature.shape(tensor),
+                optional=tensor not in signature.required,
+            )
+            for tensor, datatype in signature.inputs.items()
         ],
         output=[
-            pb.ModelOutput(name=tensor, data_type=_DATA_TYPES[datatype], dims=[-1])
-            for tensor, datatype in OUTPUTS.items()
+            pb.ModelOutput(name=tensor, data_type=_DATA_TYPES[datatype], dims=signature.shape(tensor))
+            for tensor, datatype in signature.outputs.items()
         ],
         model_transaction_policy=pb.ModelTransactionPolicy(decoupled=True),
     )
@@ -340,8 +354,8 @@ def _duration(seconds: Distribution) -> pb.StatisticDuration:
     return pb.StatisticDuration(count=seconds.count, ns=round(seconds.sum * 1e9))
 
 
-def _tensors(datatypes: dict[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
+def _tensors(signature: Signature, datatypes: Mapping[str, str]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
     return [
-        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=[-1])
+        pb.ModelMetadataResponse.TensorMetadata(name=name, datatype=datatype, shape=signature.shape(name))
         for name, datatype in datatypes.items()
     ]

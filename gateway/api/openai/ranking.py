@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict
@@ -12,16 +11,24 @@ from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
-from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper, vector_of, vector_options
+from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper
 from gateway.api.respond import Call
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator, Result
-from gateway.request.limits import MAX_TEXTS
+from gateway.request.vectors import (
+    VectorCall,
+    Vectors,
+    best_first,
+    check_count,
+    check_pairs,
+    check_top_n,
+    new_call_id,
+    paired,
+    requests_for_pairs,
+)
 from gateway.request.violations import Violations
-from gateway.turns import Turns
-from gateway.types import ModelKind, RequestOptions, TokenPrompt
-from quire.rpc.errors import InvalidArgument
-from quire.runtime import clock, entropy
+from gateway.types import RequestOptions
+from quire.runtime import clock
 
 
 class TextDocument(Part):
@@ -50,12 +57,8 @@ class RerankBody(_RankingBody):
     return_documents: bool | None = None
 
     def check(self, violations: Violations, rule: FieldRule) -> None:
-        if not self.documents:
-            violations.add("documents", "is empty; it must have at least one document")
-        if len(self.documents) > MAX_TEXTS:
-            violations.add("documents", f"has {len(self.documents):,} entries; the max is {MAX_TEXTS:,}")
-        if self.top_n is not None and self.top_n < 1:
-            violations.add("top_n", f"is {self.top_n}; it must be at least 1")
+        check_count(violations, "documents", len(self.documents), "document")
+        check_top_n(violations, self.top_n)
 
 
 class ScoreBody(_RankingBody):
@@ -67,12 +70,7 @@ class ScoreBody(_RankingBody):
     text_2: str | ListOf[str]
 
     def check(self, violations: Violations, rule: FieldRule) -> None:
-        first, second = _as_list(self.text_1), _as_list(self.text_2)
-        if not second or len(first) not in (1, len(second)):
-            violations.add(
-                "text_1",
-                f"has {len(first):,} texts, and text_2 {len(second):,}; text_1 must be one text, or both as many",
-            )
+        check_pairs(violations, len(_as_list(self.text_1)), len(_as_list(self.text_2)))
 
 
 class RankedDocument(TypedDict):
@@ -113,7 +111,7 @@ class _PairsCall(Call, Generic[BodyType]):
     streams = False
 
     def __init__(self, body: BodyType, model: str) -> None:
-        self.id = f"{body.api}-{entropy.random_hex(16)}"
+        self.id = new_call_id(body.api)
         self.body, self._model = body, model
 
     @property
@@ -123,22 +121,8 @@ class _PairsCall(Call, Generic[BodyType]):
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         body = self.body
-        options = vector_options(ModelKind.SCORES, body.model, body.priority, truncate=body.truncate)
-        generator.check_kind(options)
-        # A query is tokenized again with each document.
-        pairs, limit = self.pairs, (await generator.limits()).max_message_bytes
-        if (size := sum(len(first) + len(second) for first, second in pairs)) > limit:
-            raise InvalidArgument(
-                f"the pairs of this call have {size:,} characters, each text counted in each of its pairs; the max is "
-                f"{limit:,}: send fewer or shorter texts"
-            )
-        turns = Turns()
-        requests: list[RequestOptions] = []
-        for first, second in pairs:
-            ids = await generator.model.tokenizer.encode_pair(first, second)
-            requests.append(replace(options, prompt=TokenPrompt(ids)))
-            await turns.pause()
-        return requests
+        call = VectorCall(body.model, body.priority, priority_sign=-1, truncate=bool(body.truncate))
+        return await requests_for_pairs(generator, self.pairs, call)
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "_PairsShaper":
         return _PairsShaper(self)
@@ -162,22 +146,19 @@ class RerankCall(_PairsCall[RerankBody]):
         return Names({"prompt": field, "token_ids": field})
 
     def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
-        best_first = sorted(range(len(scores)), key=lambda index: -scores[index])[: self.body.top_n]
-
         def entry(index: int) -> RankedDocument:
             ranked: RankedDocument = {"index": index, "relevance_score": scores[index]}
             if self.body.return_documents:
                 ranked["document"] = {"text": _text_of(self.body.documents[index])}
             return ranked
 
-        return {**head, "results": LazyList(lambda: map(entry, best_first))}
+        return {**head, "results": LazyList(lambda: map(entry, best_first(scores, self.body.top_n)))}
 
 
 class ScoreCall(_PairsCall[ScoreBody]):
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
-        first, second = _as_list(self.body.text_1), _as_list(self.body.text_2)
-        return list(zip(first if len(first) == len(second) else first * len(second), second, strict=True))
+        return paired(_as_list(self.body.text_1), _as_list(self.body.text_2))
 
     def names(self, position: int) -> Names:
         field = "text_2" if isinstance(self.body.text_2, str) else f"text_2[{position}]"
@@ -197,9 +178,8 @@ class _PairsShaper(WholeShaper):
         self._call = call
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        num_tokens = sum(usage.prompt_tokens for _, usage in results)
-        scores = [float(vector_of(sequences[0].finished)[0]) for sequences, _ in results]
-        return self._call.answer(self._call.head(num_tokens), scores)
+        found = Vectors.of(results)
+        return self._call.answer(self._call.head(sum(found.num_tokens)), found.scores)
 
 
 def _text_of(document: str | TextDocument) -> str:

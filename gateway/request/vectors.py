@@ -1,0 +1,199 @@
+"""Vectors of texts and scores of pairs of texts, for all APIs: the requests of a call, and what their results say.
+
+Each text, and each pair, is a request of its own with one token of output, which has no meaning (ADR 92).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gateway.replicas.events import Finished
+from gateway.request.answer_memory import AS_MESSAGE
+from gateway.request.generator import Generator, Result, results_of, running
+from gateway.request.limits import MAX_TEXTS
+from gateway.request.violations import Violations, renamed
+from gateway.turns import Turns
+from gateway.types import ModelKind, RequestOptions, TextPrompt, TokenPrompt
+from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters
+from quire.rpc.errors import InvalidArgument, QuireError, Unavailable, invalid_field
+from quire.runtime import entropy
+
+Names = Callable[[int], Callable[[str], str]]
+"""Maps the position of a request to a function that maps a field of the validator to the caller's name of it."""
+
+_ONE_TOKEN = StoppingParameters(max_tokens=1, ignore_eos=True)
+_GREEDY = SamplingParameters(temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class VectorCall:
+    """The fields of a call that hold for all of its texts.
+
+    Attributes:
+        truncate: Whether a text that is too long is cut at its end; else it is refused.
+        dimensions: The number of first numbers of each vector to return, scaled to the length 1; None returns all.
+        prompt_name: The prompt of the model that is put before each text; None puts the model's default.
+    """
+
+    model: str | None = None
+    priority: int | None = None
+    priority_sign: Literal[1, -1] = 1
+    truncate: bool = False
+    dimensions: int | None = None
+    prompt_name: str | None = None
+
+    def options(self, kind: ModelKind) -> RequestOptions:
+        """A request without its prompt."""
+        return RequestOptions(
+            None,
+            model=self.model or None,
+            sampling=_GREEDY,
+            stopping=_ONE_TOKEN,
+            priority=self.priority,
+            priority_sign=self.priority_sign,
+            kind=kind,
+            cuts_text=self.truncate,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Vectors:
+    """The results of a call, in the order of its texts: vectors of float32, and the numbers of tokens."""
+
+    vectors: list[NDArray[np.float32]]
+    num_tokens: list[int]
+
+    @classmethod
+    def of(cls, results: Sequence[Result], dimensions: int | None = None) -> Self:
+        """Raises Unavailable if the scheduler of a request was lost between the token and the vector."""
+        return cls(
+            [_vector_of(sequences[0].finished, dimensions) for sequences, _ in results],
+            [usage.prompt_tokens for _, usage in results],
+        )
+
+    @property
+    def scores(self) -> list[float]:
+        """The scores of pairs, which are vectors of one number."""
+        return [float(vector[0]) for vector in self.vectors]
+
+
+def check_count(violations: Violations, field: str, count: int, noun: str) -> None:
+    """Checks the number of texts in `field`."""
+    if not count:
+        violations.add(field, f"is empty; it must have at least one {noun}")
+    if count > MAX_TEXTS:
+        violations.add(field, f"has {count:,} entries; the max is {MAX_TEXTS:,}")
+
+
+def check_pairs(violations: Violations, num_first: int, num_second: int) -> None:
+    """Checks the numbers of texts to pair: one first text with each second one, or as many of both."""
+    if not num_second or num_first not in (1, num_second):
+        numbers = f"has {num_first:,} texts, and text_2 {num_second:,}"
+        violations.add("text_1", f"{numbers}; text_1 must be one text, or both as many")
+
+
+def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of texts that `check_pairs` accepts."""
+    return list(zip(first if len(first) == len(second) else [*first] * len(second), second, strict=True))
+
+
+def check_top_n(violations: Violations, top_n: int | None) -> None:
+    """Checks the number of documents to return."""
+    if top_n is not None and top_n < 1:
+        violations.add("top_n", f"is {top_n}; it must be at least 1")
+
+
+def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
+    """The positions of the `top_n` highest scores, the highest first; None returns all."""
+    return sorted(range(len(scores)), key=lambda index: -scores[index])[:top_n]
+
+
+def requests_for_texts(
+    generator: Generator, texts: Sequence[str | Sequence[int]], call: VectorCall
+) -> list[RequestOptions]:
+    """The request for each text, or its token ids.
+
+    Raises:
+        InvalidArgument: the vectors have fewer numbers than `dimensions`, or the model has no prompt of that name.
+    """
+    options, files = call.options(ModelKind.VECTORS), generator.model.embedding
+    before = ""
+    # A model of another kind has no files; its requests are refused when they are admitted.
+    if files is not None:
+        size, dimensions, name = generator.model.vector_size, call.dimensions, call.prompt_name
+        if dimensions is not None and not 1 <= dimensions <= size:
+            numbers = f"is {dimensions}; vectors of this model have {size} numbers: use 1 to {size}"
+            raise invalid_field("dimensions", numbers)
+        if name is not None and name not in files.prompts:
+            known = ", ".join(files.prompts) or "none"
+            raise invalid_field("prompt_name", f'is "{name:.80}"; the model has the prompts {known}')
+        name = name or files.default_prompt
+        before = "" if name is None else files.prompts[name]
+    return [
+        replace(options, prompt=TextPrompt(before + each) if isinstance(each, str) else TokenPrompt(each))
+        for each in texts
+    ]
+
+
+async def requests_for_pairs(
+    generator: Generator, pairs: Sequence[tuple[str, str]], call: VectorCall
+) -> list[RequestOptions]:
+    """The request for each pair.
+
+    Raises:
+        InvalidArgument: the pairs together have too many characters.
+        Unimplemented: the model gives no scores.
+    """
+    options = call.options(ModelKind.SCORES)
+    generator.check_kind(options)
+    # A query is tokenized again with each document.
+    limit = (await generator.limits()).max_message_bytes
+    if (size := sum(len(first) + len(second) for first, second in pairs)) > limit:
+        raise InvalidArgument(
+            f"the pairs of this call have {size:,} characters, each text counted in each of its pairs; the max is "
+            f"{limit:,}: send fewer or shorter texts"
+        )
+    turns = Turns()
+    requests: list[RequestOptions] = []
+    for first, second in pairs:
+        requests.append(
+            replace(options, prompt=TokenPrompt(await generator.model.tokenizer.encode_pair(first, second)))
+        )
+        await turns.pause()
+    return requests
+
+
+async def run_vectors(
+    generator: Generator, requests: Sequence[RequestOptions], names: Names, dimensions: int | None = None
+) -> Vectors:
+    """Runs the requests of one call. If it is cancelled, or one of them fails, the others are aborted.
+
+    Raises:
+        QuireError: the error of one request, with the caller's `names` of fields.
+    """
+
+    def refusal(position: int, error: QuireError) -> QuireError:
+        return renamed(error, names(position))
+
+    with generator.call_memory(AS_MESSAGE) as memory:
+        async with running(generator, requests, refusal, memory) as live:
+            return Vectors.of(await results_of(live), dimensions)
+
+
+def new_call_id(kind: str) -> str:
+    """The id of an answer, which begins with the kind of the call."""
+    return f"{kind}-{entropy.random_hex(16)}"
+
+
+def _vector_of(end: Finished, dimensions: int | None) -> NDArray[np.float32]:
+    if not end.vector:
+        raise Unavailable("the scheduler was lost while it answered; send the request again", reason="WORKER_LOST")
+    vector = np.frombuffer(end.vector, np.float32)
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    vector = vector[:dimensions]
+    length = np.float32(np.linalg.norm(vector))
+    return (vector / length).astype(np.float32) if length > 0 else vector

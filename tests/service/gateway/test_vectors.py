@@ -1,0 +1,297 @@
+"""Vectors and scores over gRPC and KServe, by clients and commands, from a scheduler that makes them of token ids."""
+
+import asyncio
+import io
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from gateway.api.grpc.embedding_servicer import MAX_RUNNING_TEXTS
+from gateway.api.kserve.inference import bytes_of
+from quire.client import AsyncClient, Client
+from quire.gateway.v1 import embedding_pb2 as pb
+from quire.gateway.v1.embedding_pb2_grpc import EmbeddingServiceStub
+from quire.inference import open_inference_pb2 as kserve
+from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unimplemented
+from quire.scheduler.v1 import scheduler_pb2
+from quire_cli.main import main
+from tests.support.fake_scheduler import FakeScheduler
+from tests.support.gateway_process import RunningGateway, error_of
+from tests.support.vector_gateways import SIZE, Rig, ranking_gateway, vector_gateway
+
+LONG = "the cat " * 40
+DOCUMENTS = ["the", "a dog", "small blue hat"]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embedder(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with vector_gateway(tmp_path_factory.mktemp("models")) as rig:
+        yield rig
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def ranker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    async with ranking_gateway(tmp_path_factory.mktemp("models")) as rig:
+        yield rig
+
+
+@pytest.fixture
+def scheduler(embedder: Rig) -> FakeScheduler:
+    embedder[0].submits.clear()
+    embedder[0].emits.set()
+    return embedder[0]
+
+
+@pytest.fixture
+def stub(embedder: Rig) -> Any:
+    return EmbeddingServiceStub(embedder[1].channel)
+
+
+def numbers(embeddings: Iterable[pb.Embedding]) -> np.ndarray:
+    return np.array([each.values for each in embeddings], np.float32)
+
+
+async def over_http(gateway: RunningGateway, **body) -> np.ndarray:
+    answer = (await gateway.http.post("/v1/embeddings", json=body)).json()
+    return np.array([each["embedding"] for each in answer["data"]], np.float32)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"dimensions": 5}, {"prompt_name": "query"}, {"truncate": True}], ids=lambda fields: str(fields)
+)
+async def test_vectors_are_those_of_http(embedder, scheduler, stub, fields: dict) -> None:
+    texts = ["the cat", "a dog", LONG if fields.get("truncate") else "big"]
+    answer = await stub.Embed(pb.EmbedRequest(texts=texts, **fields))
+    expected = await over_http(embedder[1], input=texts, **fields)
+    np.testing.assert_array_equal(numbers(answer.embeddings), expected)
+    prompts = [np.frombuffer(each.prompt_token_ids, np.int32) for each in scheduler.submits[:3]]
+    assert (answer.model, answer.prompt_tokens) == ("tiny", sum(map(len, prompts)))
+    of_ids = pb.EmbedRequest(token_ids=[{"ids": ids.tolist()} for ids in prompts], dimensions=fields.get("dimensions"))
+    np.testing.assert_array_equal(numbers((await stub.Embed(of_ids)).embeddings), expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "texts is empty; it must have at least one text"),
+        ({"texts": ["a"], "token_ids": [{"ids": [1]}]}, "token_ids has entries, and so has texts"),
+        ({"texts": ["a"] * 2049}, "texts has 2,049 entries; the max is 2,048"),
+        ({"texts": ["a", LONG]}, r"texts\[1\] has at least \d+ tokens; a prompt may have at most 32"),
+        ({"token_ids": [{"ids": [1]}, {"ids": [2, 99]}]}, r"token_ids\[1\]\.ids\[1\] is 99; token ids of this model"),
+        ({"texts": ["a"], "dimensions": 0}, "dimensions is 0; vectors of this model have 48 numbers: use 1 to 48"),
+        ({"texts": ["a"], "prompt_name": "no"}, 'prompt_name is "no"; the model has the prompts query'),
+        ({"texts": ["a"], "priority": 101}, r"priority is 101; it must be in \[-100, 100\]"),
+    ],
+)
+async def test_what_has_no_vector_is_named(scheduler, stub, fields: dict, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        raise await error_of(stub.Embed(pb.EmbedRequest(**fields)))
+    assert not scheduler.submits
+
+
+def batches(*sizes: int, text: Callable[[int], str] = lambda place: "cat " * (1 + place % 7)) -> list:
+    starts = np.cumsum([0, *sizes])
+    return [
+        pb.EmbedStreamRequest(batch=pb.EmbedRequest(texts=[text(start + place) for place in range(size)]))
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+
+
+async def test_a_stream_gives_vectors_in_order_with_their_positions(scheduler, stub) -> None:
+    sizes = (1, 700, 3, 200)
+    found = [each async for each in stub.EmbedStream(iter(batches(*sizes)), timeout=60)]
+    starts = np.cumsum([0, *(len(each.embeddings) for each in found)])
+    assert [each.first_index for each in found] == starts[:-1].tolist()
+    got = numbers(vector for each in found for vector in each.embeddings)
+    assert len(got) == starts[-1] == sum(sizes)
+    np.testing.assert_array_equal(got, got[[place % 7 for place in range(len(got))]])
+    assert sum(each.prompt_tokens for each in found) == sum(3 + place % 7 for place in range(len(got)))
+
+
+async def test_an_error_of_a_stream_comes_after_the_vectors_before_it(scheduler, stub) -> None:
+    call = stub.EmbedStream(iter(batches(2, 3, 2, text=lambda place: LONG if place == 4 else "a")), timeout=60)
+    assert (await call.read()).first_index == 0
+    with pytest.raises(InvalidArgument, match=r"texts\[4\] has"):
+        raise await error_of(call.read())
+    await scheduler.until(lambda: not scheduler.live)
+
+
+async def test_a_stream_runs_few_texts_until_their_vectors_are_read_and_aborts_them_with_the_call(
+    scheduler, stub
+) -> None:
+    scheduler.emits.clear()
+    call = stub.EmbedStream(iter(batches(*[100] * 30)), timeout=60)
+    reading = asyncio.create_task(call.read())
+    await scheduler.until(lambda: len(scheduler.live) == MAX_RUNNING_TEXTS // 100 * 100)
+    scheduler.emits.set()
+    assert (await reading).first_index == 0
+    await asyncio.sleep(0.3)
+    # Each response that the client has not read holds its texts' places, but for what gRPC buffers.
+    scheduler.emits.clear()
+    await scheduler.until(lambda: scheduler.live)
+    call.cancel()
+    await scheduler.until(lambda: not scheduler.live)
+
+
+async def test_a_full_queue_makes_a_stream_wait_and_refuses_one_call(scheduler, stub) -> None:
+    full = scheduler_pb2.RequestFailure(
+        code=grpc.StatusCode.RESOURCE_EXHAUSTED.value[0], reason="QUEUE_FULL", message="full", retry_after_ms=20
+    )
+    scheduler.refusal.append(full)
+    assert isinstance(await error_of(stub.Embed(pb.EmbedRequest(texts=["a"]))), ResourceExhausted)
+    scheduler.refusal.extend([full] * 3)
+    found = [each async for each in stub.EmbedStream(iter(batches(2)), timeout=60)]
+    assert len(found[0].embeddings) == 2
+
+
+async def test_documents_are_ranked_and_pairs_scored(ranker) -> None:
+    scheduler, gateway = ranker
+    stub: Any = EmbeddingServiceStub(gateway.channel)
+    scored = await stub.Score(pb.ScoreRequest(text_1=["cat"], text_2=DOCUMENTS))
+    assert scored.prompt_tokens == sum(len(each.prompt_token_ids) // 4 for each in scheduler.submits)
+    assert len(set(scored.scores)) == 3
+    both = await stub.Score(pb.ScoreRequest(text_1=["cat"] * 3, text_2=DOCUMENTS))
+    assert both.scores == scored.scores
+    ranked = (await stub.Rerank(pb.RerankRequest(query="cat", documents=DOCUMENTS, top_n=2))).results
+    order = sorted(range(3), key=lambda place: -scored.scores[place])[:2]
+    assert [(each.index, each.relevance_score) for each in ranked] == [(i, scored.scores[i]) for i in order]
+    refused: list[tuple[Any, type[QuireError], str]] = [
+        (pb.RerankRequest(query="a"), InvalidArgument, "documents is empty"),
+        (pb.RerankRequest(query="a", documents=["a"], top_n=0), InvalidArgument, "top_n is 0; it must be at least"),
+        (pb.RerankRequest(query="a", documents=["a"] * 2049), InvalidArgument, "more than 2,048 entries"),
+        (pb.RerankRequest(query="a", documents=["a", LONG]), InvalidArgument, r"documents\[1\] has 84 tokens"),
+        (pb.RerankRequest(query="a " * 50, documents=["a"] * 900), InvalidArgument, "have 90,900 characters"),
+        (pb.ScoreRequest(text_1=["a", "b"], text_2=["a"]), InvalidArgument, "text_1 has 2 texts, and text_2 1"),
+        (pb.EmbedRequest(texts=["a"]), Unimplemented, "ranks documents; send this to a server with a model that"),
+    ]
+    methods = {pb.RerankRequest: stub.Rerank, pb.ScoreRequest: stub.Score, pb.EmbedRequest: stub.Embed}
+    for request, kind, message in refused:
+        with pytest.raises(kind, match=message):
+            raise await error_of(methods[type(request)](request))
+
+
+def tensor_request(
+    model: str, *, raw: bool = False, parameters: dict[str, Any] | None = None, **inputs: list[str]
+) -> Any:
+    request = kserve.ModelInferRequest(model_name=model, id="mine")
+    for name, texts in inputs.items():
+        elements = [each.encode() for each in texts]
+        tensor = request.inputs.add(name=name, datatype="BYTES", shape=[len(texts)])
+        if raw:
+            request.raw_input_contents.append(bytes_of("BYTES", elements))
+        else:
+            tensor.contents.bytes_contents.extend(elements)
+    for name, value in (parameters or {}).items():
+        field = {bool: "bool_param", int: "int64_param", str: "string_param"}[type(value)]
+        setattr(request.parameters[name], field, value)
+    return request
+
+
+async def infer(gateway: RunningGateway, request: Any, method: str = "ModelInfer") -> kserve.ModelInferResponse:
+    call = gateway.channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+    return kserve.ModelInferResponse.FromString(await call(request.SerializeToString(), timeout=30))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+async def test_tensors_have_the_same_vectors_and_scores(embedder, scheduler, ranker, stub, raw: bool) -> None:
+    texts, fields = ["the cat", "a dog"], {"dimensions": 5, "prompt_name": "query", "truncate": "true"}
+    request = tensor_request("tiny", raw=raw, parameters=fields, text_input=texts)
+    found = await infer(embedder[1], request)
+    (output,) = found.outputs
+    assert (output.name, output.datatype, list(output.shape), found.id) == ("embedding", "FP32", [2, 5], "mine")
+    expected = numbers((await stub.Embed(pb.EmbedRequest(texts=texts, dimensions=5, prompt_name="query"))).embeddings)
+    flat = np.frombuffer(found.raw_output_contents[0], np.float32) if raw else output.contents.fp32_contents
+    np.testing.assert_array_equal(np.array(flat, np.float32), expected.ravel())
+    request = tensor_request("ranker", raw=raw, query=["cat"], documents=DOCUMENTS)
+    request.outputs.extend(request.InferRequestedOutputTensor(name=name) for name in ("scores", "num_input_tokens"))
+    found = await infer(ranker[1], request)
+    assert [(each.name, each.datatype, list(each.shape)) for each in found.outputs] == [
+        ("scores", "FP32", [3]),
+        ("num_input_tokens", "UINT32", [3]),
+    ]
+    scored = await EmbeddingServiceStub(ranker[1].channel).Score(pb.ScoreRequest(text_1=["cat"], text_2=DOCUMENTS))
+    scores, counts = found.raw_output_contents if raw else (found.outputs[0].contents, found.outputs[1].contents)
+    got = np.frombuffer(scores, np.float32) if raw else np.array(scores.fp32_contents, np.float32)
+    np.testing.assert_array_equal(got, np.array(scored.scores, np.float32))
+    assert sum(np.frombuffer(counts, np.uint32) if raw else counts.uint_contents) == scored.prompt_tokens
+
+
+async def test_tensors_of_vectors_over_http_and_their_metadata(embedder, ranker) -> None:
+    http, tensor = embedder[1].http, {"name": "text_input", "datatype": "BYTES", "shape": [2], "data": ["cat", "a dog"]}
+    metadata = (await http.get("/v2/models/tiny")).json()
+    assert metadata["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [-1]}]
+    assert metadata["outputs"][0] == {"name": "embedding", "datatype": "FP32", "shape": [-1, SIZE]}
+    ranking = (await ranker[1].http.get("/v2/models/ranker")).json()
+    assert [each["name"] for each in ranking["inputs"] + ranking["outputs"]] == [
+        *("query", "documents", "scores", "num_input_tokens")
+    ]
+    answer = (await http.post("/v2/models/tiny/infer", json={"inputs": [tensor]})).json()["outputs"]
+    expected = (await over_http(embedder[1], input=tensor["data"])).ravel().tolist()
+    assert answer == [{"name": "embedding", "datatype": "FP32", "shape": [2, SIZE], "data": expected}]
+    for path, body, message in (
+        ("infer", {"inputs": [tensor | {"name": "text"}]}, r'is "text"; the inputs of this model are text_input'),
+        ("infer", {"inputs": [tensor], "parameters": {"dimensions": 99}}, 'parameters["dimensions"] is 99; vectors of'),
+        (
+            "infer",
+            {"inputs": [tensor], "parameters": {"dimensions": "x"}},
+            'parameters["dimensions"] must be an integer',
+        ),
+        ("infer", {"inputs": [tensor | {"data": ["a", LONG]}]}, "inputs[0].data[1] has at least"),
+        ("generate", {"text_input": "a"}, "gives embeddings; send this to a server with a model that generates text"),
+    ):
+        refused = await http.post(f"/v2/models/tiny/{path}", json=body)
+        assert refused.status_code in (400, 501)
+        assert message in refused.json()["error"]
+
+
+async def test_python_clients_and_commands_give_the_same(
+    embedder, scheduler, ranker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"cat {'dog ' * (place % 9)}" for place in range(300)]
+    expected = await over_http(embedder[1], input=texts, prompt_name="query", dimensions=7)
+    async with AsyncClient(embedder[1].gateway.grpc_address) as client:
+        answer = await client.embed(texts, prompt_name="query", dimensions=7)
+        np.testing.assert_array_equal(np.asarray(answer.vectors), expected)
+        assert (answer.model, (await client.embed([[2, 5, 3], [2, 3]])).prompt_tokens) == ("tiny", 5)
+        assert len((await client.embed("a")).vectors) == 1
+        with pytest.raises(InvalidArgument, match=r"texts\[1\] is \[-1\]"):
+            await client.embed([[2], [-1]])
+
+    def command(*words: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        status = main(words)
+        return status, *capsys.readouterr()
+
+    def rank() -> None:
+        with Client(ranker[1].gateway.grpc_address) as client:
+            scored = client.score("cat", DOCUMENTS)
+            ranking = client.rerank("cat", DOCUMENTS, top_n=2)
+            assert [scored.scores[each.index] for each in ranking.results] == sorted(scored.scores)[:0:-1]
+        monkeypatch.setenv("QUIRE_ADDRESS", ranker[1].gateway.grpc_address)
+        status, out, _ = command("rerank", "cat", "--top-n=2", stdin="\n".join(DOCUMENTS))
+        found = [f"{each.relevance_score:.6f}\t{DOCUMENTS[each.index]}" for each in ranking.results]
+        assert (status, out.splitlines()) == (0, found)
+        assert command("rerank", "cat")[2] == "quire rerank: error: stdin holds no text\n"
+
+    def embed() -> None:
+        monkeypatch.setenv("QUIRE_ADDRESS", embedder[1].gateway.grpc_address)
+        flags = ("--prompt-name=query", "--dimensions=7")
+        status, out, _ = command("embed", *flags, "--file=-", stdin="\n".join(texts))
+        lines = list(map(json.loads, out.splitlines()))
+        assert (status, [each["text"] for each in lines]) == (0, texts)
+        np.testing.assert_array_equal(np.array([each["embedding"] for each in lines], np.float32), expected)
+        assert command("embed", *flags, *texts[:3], f"--output={tmp_path}/a.npy") == (0, "", "")
+        np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), expected[:3])
+        status, _, err = command("embed", "--batch-size=2", *texts[:5], LONG)
+        assert (status, err.split(" has")[0]) == (1, "quire embed: error: texts[5]")
+        assert command("embed", "a", "--file=-")[2] == "quire embed: error: give texts or --file, not both\n"
+
+    await asyncio.to_thread(rank)
+    await asyncio.to_thread(embed)
