@@ -13,7 +13,7 @@ from operator import attrgetter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.metrics import GatewayMetrics, ReplicaRecord
+from gateway.metrics import HttpAnswers, ReplicaRecord, ReplicaRecords
 from gateway.replicas.events import FinishReason
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
@@ -74,12 +74,51 @@ _DRAFT_COUNTERS: Sequence[tuple[str, str, Callable[[ReplicaLoad], int]]] = (
 
 
 class VllmMetrics(Collector):
-    """Makes series under vLLM's names from the records and from the schedulers' answers at the last `refresh`."""
+    """Makes series under vLLM's names, of all models of a gateway."""
 
-    def __init__(self, model_name: str, metrics: GatewayMetrics, replicas: Replicas, gateway_id: str) -> None:
+    def __init__(
+        self, models: Iterable[tuple[str, ReplicaRecords, Replicas]], answers: HttpAnswers, gateway_id: str
+    ) -> None:
+        """`models` has the name, the records and the replicas of each model."""
+        self._models = [_ModelMetrics(name, records, replicas, gateway_id) for name, records, replicas in models]
+        self._answers = answers
+
+    async def refresh(self) -> None:
+        """Gets the present state of the queues from the schedulers."""
+        await asyncio.gather(*(each.refresh() for each in self._models))
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for family in (family for each in self._models for family in each.collect()):
+            # A scrape has each name once.
+            if (known := merged.setdefault(family.name, family)) is not family:
+                known.samples += family.samples
+        yield from merged.values()
+        yield from self._http()
+
+    def _http(self) -> Iterable[Metric]:
+        """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
+        name, labels = "http_requests", ("handler", "method", "status")
+        family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
+        by_class: Tally[tuple[str, str, str]] = Tally()
+        for answer, count in list(self._answers.counts.items()):
+            by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
+        for key, count in by_class.items():
+            family.add_metric(key, count)
+        yield family
+        name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
+        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
+        for place, seconds in list(self._answers.durations.items()):
+            seconds.put_into(family, place)
+        yield family
+
+
+class _ModelMetrics:
+    """The series of one model, from its records and from its schedulers' answers at the last `refresh`."""
+
+    def __init__(self, model_name: str, records: ReplicaRecords, replicas: Replicas, gateway_id: str) -> None:
         self._model_name = model_name
-        self._metrics = metrics
-        self._records = metrics.records
+        self._records = records
         self._replicas = replicas
         self._gateway_id = gateway_id
         self._loads: Mapping[str, ReplicaLoad] = {}
@@ -120,7 +159,6 @@ class VllmMetrics(Collector):
         yield self._cache_config(engines)
         yield self._adapters()
         yield self._sleep({engines[address]: address for address in self._loads if address in engines})
-        yield from self._http()
 
     def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
         """Tokens per step of the whole replica: a step has requests of all gateways."""
@@ -152,22 +190,6 @@ class VllmMetrics(Collector):
             phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
             states |= {(engine, state): int(phase == own) for state, own in _SLEEP_STATES.items()}
         return self._family("gauge", "engine_sleep_state", "1 if a replica is in a state.", states, ["sleep_state"])
-
-    def _http(self) -> Iterable[Metric]:
-        """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
-        name, labels = "http_requests", ("handler", "method", "status")
-        family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
-        by_class: Tally[tuple[str, str, str]] = Tally()
-        for answer, count in list(self._metrics.http_answers.counts.items()):
-            by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
-        for key, count in by_class.items():
-            family.add_metric(key, count)
-        yield family
-        name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
-        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
-        for place, seconds in list(self._metrics.http_answers.durations.items()):
-            seconds.put_into(family, place)
-        yield family
 
     def _queues(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
         running = {(engine,): load.num_running for engine, load in loads.items()}
