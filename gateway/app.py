@@ -92,9 +92,8 @@ class Gateway:
         self._rpc = rpc
         self._http = http
         self._idle_calls = idle_calls
-        self._tracer = context.tracer
+        self._context = context
         self._fronts = context.opened
-        self._hands_over = context.settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
@@ -200,7 +199,7 @@ class Gateway:
             _logger.info("draining %d live requests", self._models.num_live)
         try:
             async with asyncio.timeout(drain_timeout_s):
-                if self._hands_over:
+                if self._context.settings.hand_over:
                     # Closes both ports, and serves the last requests of open connections.
                     self._http.hand_over()
                     await self._rpc.hand_over(_HAND_OVER_S)
@@ -228,8 +227,8 @@ class Gateway:
             each.model.constraints.close()
             each.model.chat.close()
             each.model.executor.shutdown()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+        if (tracer := self._context.tracer) is not None:
+            await asyncio.to_thread(tracer.close)
 
     async def _report_readiness(self, generator: Generator) -> None:
         """Reports in gRPC health whether a replica of any model is ready, when this model's have changed."""

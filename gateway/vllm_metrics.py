@@ -8,6 +8,7 @@ correct; the KV cache usage covers the whole replica. docs/metrics.md has the ta
 import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -94,7 +95,19 @@ class VllmMetrics(Collector):
             if (known := merged.setdefault(family.name, family)) is not family:
                 known.samples += family.samples
         yield from merged.values()
+        yield self._adapters()
         yield from self._http()
+
+    def _adapters(self) -> Metric:
+        """Lists of adapters. The Gateway API Inference Extension reads the series with the latest time."""
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
+        replicas = [each.replicas for each in self._models]
+        in_use = [each.adapters_in_use() for each in replicas]
+        running, waiting = (",".join(chain.from_iterable(pair[which] for pair in in_use)) for which in (0, 1))
+        slots = max((welcome.max_adapters for each in replicas for welcome in each.welcomes), default=0)
+        family.add_metric([str(slots), waiting, running], clock.unix_s())
+        return family
 
     def _http(self) -> Iterable[Metric]:
         """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
@@ -119,7 +132,7 @@ class _ModelMetrics:
     def __init__(self, model_name: str, records: ReplicaRecords, replicas: Replicas, gateway_id: str) -> None:
         self._model_name = model_name
         self._records = records
-        self._replicas = replicas
+        self.replicas = replicas
         self._gateway_id = gateway_id
         self._loads: Mapping[str, ReplicaLoad] = {}
         self._refreshing: asyncio.Task[None] | None = None
@@ -132,7 +145,7 @@ class _ModelMetrics:
 
     async def _ask(self) -> None:
         try:
-            self._loads = await self._replicas.calls.loads(self._gateway_id)
+            self._loads = await self.replicas.calls.loads(self._gateway_id)
         finally:
             self._refreshing = None
 
@@ -157,7 +170,6 @@ class _ModelMetrics:
         yield self._step_tokens(loads)
         yield from self._drafts(loads)
         yield self._cache_config(engines)
-        yield self._adapters()
         yield self._sleep({engines[address]: address for address in self._loads if address in engines})
 
     def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
@@ -184,7 +196,7 @@ class _ModelMetrics:
 
     def _sleep(self, engines: Mapping[str, str]) -> Metric:
         """Sleep states of the replicas. vLLM's dashboards show a model without this series as down."""
-        links, states = self._replicas.links, dict[tuple[str, str], int]()
+        links, states = self.replicas.links, dict[tuple[str, str], int]()
         for engine, address in engines.items():
             loading = links[address].loading if address in links else None
             phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
@@ -195,11 +207,11 @@ class _ModelMetrics:
         running = {(engine,): load.num_running for engine, load in loads.items()}
         yield self._family("gauge", "num_requests_running", "Requests that run.", running)
         waiting = {(engine,): load.num_waiting + load.num_held for engine, load in loads.items()}
-        waiting[_NO_ENGINE,] = self._replicas.num_unplaced
+        waiting[_NO_ENGINE,] = self.replicas.num_unplaced
         yield self._family("gauge", "num_requests_waiting", "Requests that wait.", waiting)
         by_reason = {(engine, "capacity"): load.num_waiting for engine, load in loads.items()}
         by_reason |= {(engine, "deferred"): load.num_held for engine, load in loads.items()}
-        by_reason[_NO_ENGINE, "capacity"] = self._replicas.num_unplaced
+        by_reason[_NO_ENGINE, "capacity"] = self.replicas.num_unplaced
         help_text = "Waiting requests: for capacity, or for data that another request or a worker prepares."
         yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
 
@@ -228,19 +240,10 @@ class _ModelMetrics:
         names = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "engine", "model_name")
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's sizes; the value is 1.", labels=names)
         for address, engine in engines.items():
-            link = self._replicas.links.get(address)
+            link = self.replicas.links.get(address)
             if link is not None and (welcome := link.welcome) is not None:
                 sizes = map(str, (welcome.block_size, welcome.num_gpu_blocks, welcome.num_host_blocks))
                 family.add_metric([*sizes, "True", engine, self._model_name], 1)
-        return family
-
-    def _adapters(self) -> Metric:
-        """Lists of adapters. The Gateway API Inference Extension reads the series with the latest time."""
-        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
-        running, waiting = self._replicas.adapters_in_use()
-        slots = max((welcome.max_adapters for welcome in self._replicas.welcomes), default=0)
-        family.add_metric([str(slots), ",".join(waiting), ",".join(running)], clock.unix_s())
         return family
 
     def _family(
