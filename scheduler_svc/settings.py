@@ -70,8 +70,8 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
     )
     idle_unload: float = setting(
         0.0,
-        "seconds without a request after which the workers give back the memory of their KV pools and weights; the next "
-        "request waits until the model is loaded again; 0 keeps the model",
+        "seconds without a request after which the workers give back the memory of their KV pools and weights; the "
+        "next request waits until the model is loaded again; 0 keeps the model",
         minimum=0,
         metavar="SECONDS",
     )

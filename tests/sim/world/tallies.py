@@ -166,7 +166,7 @@ def counted_once() -> Iterator[None]:
             if count != wanted:
                 report(AssertionError(f"{count} tokens of a resumed stream are counted, and {wanted} are new"))
 
-    with patch.object(LiveRequest, "accept", accept_checked), patch.object(GatewayMetrics, "track_resumed", track):
+    with patch.object(LiveRequest, "accept", accept_checked), patch.object(ModelMetrics, "track_resumed", track):
         yield
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from gateway.settings import GatewaySettings
 from quire.runtime.settings import ConfigurationError, load_settings, to_argv
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor.commands import Commands, Programs, child_environ
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings
-from quire.service.model_flag import ModelFlag
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.adapter_files import write_adapter
 from tests.support.certificates import make_certificates
