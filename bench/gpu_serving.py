@@ -20,6 +20,7 @@ from bench.gpu_model import config_of, write_model
 from bench.served import send_at_once
 from bench.step_trace_busy import busy_share
 from quire.load import LoadRequest, Report
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 
 P = ParamSpec("P")
@@ -78,7 +79,9 @@ def serving_figures(shape: str) -> Iterator[Figure]:
         title = f"{shape}, {NUM_REQUESTS} of {OUTPUT_TOKENS} tokens"
         rounds: dict[str, Served] = {}
         for name, cuda_graphs in (("eager", "off"), ("graphs", "on")):
-            settings = ServeSettings(model=str(directory), device="cuda", dtype="bfloat16", cuda_graphs=cuda_graphs)
+            settings = ServeSettings(
+                models=(ModelFlag(None, str(directory)),), device="cuda", dtype="bfloat16", cuda_graphs=cuda_graphs
+            )
             served = attempts.make(serve_once, settings, work, directory / f"{name}.json")
             if served is not None:
                 rounds[name] = served

@@ -19,6 +19,7 @@ from typing import Any
 
 from bench.report import Series, write_results
 from bench.servers import named_server
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs
 
@@ -52,7 +53,7 @@ async def _main(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as model:
         write = [sys.executable, "-m", "bench", "serve_overhead", "--write-model", model]
         await asyncio.to_thread(subprocess.run, write, check=True)
-        settings = ServeSettings(model=model, served_model_name="model", grpc_port=0, http_port=0, log_level="warning")
+        settings = ServeSettings(models=(ModelFlag("model", model),), grpc_port=0, http_port=0, log_level="warning")
         no_model = Programs(worker=(sys.executable, "-m", "bench.paced_worker", "device", "0"))
         for name, programs in (("services", no_model), ("quire", Programs())):
             async with LocalServer(settings, programs=programs) as server:

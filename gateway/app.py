@@ -9,6 +9,7 @@ import resource
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +30,8 @@ from gateway.replicas.routing import RoutingPolicy
 from gateway.request.adapter_names import Adapters
 from gateway.request.body_memory import BodyMemory
 from gateway.request.counting import EntryLimits
-from gateway.request.generator import Generator
+from gateway.request.generator import Generator, SharedBounds
+from gateway.request.models import Models
 from gateway.request.served_model import ServedModel
 from gateway.server.connections import HttpServer
 from gateway.server.grpc import AuthInterceptor, IdleCalls, SlowClientInterceptor, TraceInterceptor, add_service
@@ -46,6 +48,7 @@ from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.runtime import clock, entropy
 from quire.runtime.failpoint import failpoint
 from quire.service.metrics import MetricsServer, register_process
+from quire.service.model_flag import ModelFlag
 from quire.tracing import Tracer, open_tracer
 
 # The time for calls that have ended to send their last message.
@@ -85,19 +88,17 @@ class Gateway:
         self.http_address = http.address
         self.admin_address = None if rpc.admin is None else rpc.admin.address
         self.authenticator = context.authenticator
-        self._generator = context.generator
-        self._ledger = context.ledger
+        self._models = context.models
         self._rpc = rpc
         self._http = http
         self._idle_calls = idle_calls
-        self._tracer = context.tracer
+        self._context = context
         self._fronts = context.opened
-        self._hands_over = context.settings.hand_over
         self._is_stopping = False
         self._http_task = asyncio.create_task(http.run_until_stopped(), name="http")
         self._background = [
-            asyncio.create_task(self._generator.replicas.run(), name="schedulers"),
-            asyncio.create_task(self._report_readiness(), name="readiness"),
+            *(asyncio.create_task(each.replicas.run(), name="schedulers") for each in self._models),
+            *(asyncio.create_task(self._report_readiness(each), name="readiness") for each in self._models),
             asyncio.create_task(self.authenticator.watch(), name="API keys"),
             asyncio.create_task(return_freed_memory(_RETURN_MEMORY_EVERY_S), name="memory"),
             *(asyncio.create_task(run(), name=name) for front in self._fronts for name, run in front.tasks.items()),
@@ -117,13 +118,13 @@ class Gateway:
         metrics = metrics or GatewayMetrics(settings.tenant_metrics)
         tls = _Tls.of(settings)
         register_process(metrics.registry, tls.files)
-        ledger = Ledger(max_chunk_tokens=settings.max_chunk_tokens)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
-        # In a daemon thread, since the model may be downloaded from a hub, and a signal must end the download, too.
-        resolve = partial(resolve_model, settings.model, with_weights=False)
-        path = await asyncio.get_running_loop().run_in_executor(DaemonThreads("download"), resolve)
-        generator = _make_generator(settings, path, gateway_id, ledger, metrics, tls, tracer, resolver)
-        await generator.adapters.open(settings.adapters)
+        make = _GeneratorMaker(gateway_id, metrics, tls, tracer, resolver, SharedBounds(settings))
+        models = Models([await make.generator(settings, model) for model in settings.served_models])
+        if settings.vllm_metric_names:
+            own = [(each.model.name, each.metrics.records, each.replicas) for each in models]
+            vllm = VllmMetrics(own, metrics.http_answers, gateway_id)
+            metrics.show(vllm, vllm.refresh)
         authenticator = _make_authenticator(settings, metrics)
         turns = TenantTurns()
         rule = FieldRule(settings.strict_fields, metrics.count_ignored_fields)
@@ -131,15 +132,14 @@ class Gateway:
         context = FrontContext(
             settings,
             gateway_id,
-            generator,
-            ledger,
+            models,
             authenticator,
             metrics,
             tracer,
             BodyLimits(settings.max_message_bytes, entries, turns, rule),
             started_at_s=int(clock.unix_s()),
         )
-        shared = Front(routes=[*shared_routes(context), *probe_routes(generator, metrics)])
+        shared = Front(routes=[*shared_routes(context), *probe_routes(models, metrics)])
         context.opened.extend([open_grpc(context), shared])
         for open_front in open_fronts:
             context.opened.append(open_front(context))
@@ -166,7 +166,8 @@ class Gateway:
         except BaseException:
             http.close()
             raise
-        _logger.info('serving "%s": gRPC on %s, HTTP on %s', generator.model.name, rpc.address, http.address)
+        names = '", "'.join(each.model.name for each in models)
+        _logger.info('serving "%s": gRPC on %s, HTTP on %s', names, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
         return cls(context, rpc, http, idle_calls)
 
@@ -185,47 +186,53 @@ class Gateway:
         """Rejects new requests, or leaves its ports to gateways that share them; waits up to `drain_timeout_s` for live
         requests to finish, aborts the remaining ones and closes everything."""
         self._is_stopping = True
-        self._generator.is_draining = True
+        for each in self._models:
+            each.is_draining = True
         failpoint("gateway.drain.begun")
         self._rpc.set_serving(False)
-        self._generator.durable_reads.close()
+        for each in self._models:
+            each.durable_reads.close()
         for front in self._fronts:
             if front.stop_runs is not None:
                 await front.stop_runs()
-        if len(self._ledger):
-            _logger.info("draining %d live requests", len(self._ledger))
+        if self._models.num_live:
+            _logger.info("draining %d live requests", self._models.num_live)
         try:
             async with asyncio.timeout(drain_timeout_s):
-                if self._hands_over:
+                if self._context.settings.hand_over:
                     # Closes both ports, and serves the last requests of open connections.
                     self._http.hand_over()
                     await self._rpc.hand_over(_HAND_OVER_S)
-                await self._ledger.wait_until_empty()
+                for each in self._models:
+                    await each.ledger.wait_until_empty()
         except TimeoutError:
-            _logger.warning("aborting %d requests that did not finish in time", len(self._ledger))
-            for live in self._ledger:
+            _logger.warning("aborting %d requests that did not finish in time", self._models.num_live)
+            for live in chain.from_iterable(each.ledger for each in self._models):
                 live.fail(Unavailable("this gateway stopped before the request was finished", reason="DRAINING"))
         # All further calls are rejected. The connections to schedulers close afterwards.
-        self._generator.refuse_all_calls()
+        for each in self._models:
+            each.refuse_all_calls()
         self._idle_calls.end()
         self._http.stop()
         await asyncio.gather(self._rpc.stop(_STOP_GRACE_S), self._http_task, return_exceptions=True)
-        await self._generator.replicas.flush()
+        for each in self._models:
+            await each.replicas.flush()
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         for front in self._fronts:
             if front.close is not None:
                 front.close()
-        self._generator.model.constraints.close()
-        self._generator.model.chat.close()
-        self._generator.model.executor.shutdown()
-        if self._tracer is not None:
-            await asyncio.to_thread(self._tracer.close)
+        for each in self._models:
+            each.model.constraints.close()
+            each.model.chat.close()
+            each.model.executor.shutdown()
+        if (tracer := self._context.tracer) is not None:
+            await asyncio.to_thread(tracer.close)
 
-    async def _report_readiness(self) -> None:
-        """Reports in gRPC health whether a replica is ready."""
-        replicas, constraints = self._generator.replicas, self._generator.model.constraints
+    async def _report_readiness(self, generator: Generator) -> None:
+        """Reports in gRPC health whether a replica of any model is ready, when this model's have changed."""
+        replicas, constraints = generator.replicas, generator.model.constraints
         if constraints.is_starting:
             starting = asyncio.create_task(constraints.wait_until_started(), name="tables of the vocabulary")
             try:
@@ -236,9 +243,9 @@ class Gateway:
                 constraints.is_starting = False
         while True:
             await replicas.wait_until_ready()
-            self._rpc.set_serving(self._generator.is_ready)
+            self._rpc.set_serving(self._models.is_ready)
             await replicas.wait_until_not_ready()
-            self._rpc.set_serving(False)
+            self._rpc.set_serving(self._models.is_ready)
 
 
 def allow_open_files(max_connections: int) -> None:
@@ -351,53 +358,60 @@ def _service_names(context: FrontContext) -> list[str]:
     return [service.full_name for front in context.opened for service in front.servicers]
 
 
-def _make_generator(
-    settings: GatewaySettings,
-    path: Path,
-    gateway_id: str,
-    ledger: Ledger,
-    metrics: GatewayMetrics,
-    tls: _Tls,
-    tracer: Tracer | None,
-    resolver: Resolver | None,
-) -> Generator:
-    executor = FairExecutor(settings.tokenizer_threads)
-    model = ServedModel.open(
-        path,
-        settings.served_model_name,
-        executor,
-        tool_format=settings.tool_call_parser,
-        reasoning_format=settings.reasoning_parser,
-        takes_templates=settings.request_chat_templates,
-    )
-    replicas = Replicas(
-        settings.schedulers,
-        ledger,
-        gateway_id=gateway_id,
-        architecture=model.architecture,
-        model=model.fingerprint,
-        connect_timeout_s=settings.connect_timeout,
-        failover_delay_s=settings.failover_delay,
-        reconnect_grace_s=settings.reconnect_grace,
-        routing=RoutingPolicy(settings.routing),
-        long_prompt=settings.long_prompt,
-        tls=tls.inner,
-        on_tokens=metrics.count_tokens,
-        on_members=metrics.records.keep,
-        on_moved=metrics.moves_from_prefill.inc,
-        resolver=resolver,
-    )
-    metrics.watch_schedulers(replicas.links, lambda: replicas.num_connected)
-    if settings.vllm_metric_names:
-        vllm = VllmMetrics(model.name, metrics, replicas, gateway_id)
-        metrics.show(vllm, vllm.refresh)
-    refusal = _ADAPTERS_FIXED if settings.hand_over else None
+@dataclass(slots=True)
+class _GeneratorMaker:
+    """Makes the generators of all models of a gateway."""
 
-    def slots() -> list[int]:
-        return [each.max_adapters for each in replicas.welcomes]
+    gateway_id: str
+    metrics: GatewayMetrics
+    tls: _Tls
+    tracer: Tracer | None
+    resolver: Resolver | None
+    shared: SharedBounds
+    last: Ledger | None = None
 
-    adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
-    return Generator(model, replicas, ledger, settings, metrics, tracer, adapters)
+    async def generator(self, all_settings: GatewaySettings, model_flag: ModelFlag) -> Generator:
+        """The generator of a model, with its adapters. Raises ConfigurationError."""
+        settings = all_settings.of_model(model_flag)
+        # In a daemon thread, since the model may be downloaded from a hub, and a signal must end the download, too.
+        resolve = partial(resolve_model, model_flag.source, with_weights=False)
+        path = await asyncio.get_running_loop().run_in_executor(DaemonThreads("download"), resolve)
+        model = ServedModel.open(
+            path,
+            settings.served_model_name,
+            FairExecutor(settings.tokenizer_threads),
+            tool_format=settings.tool_call_parser,
+            reasoning_format=settings.reasoning_parser,
+            takes_templates=settings.request_chat_templates,
+        )
+        metrics = self.metrics.of_model(model.name)
+        ledger = self.last = Ledger(max_chunk_tokens=settings.max_chunk_tokens, other=self.last)
+        replicas = Replicas(
+            settings.schedulers,
+            ledger,
+            gateway_id=self.gateway_id,
+            architecture=model.architecture,
+            model=model.fingerprint,
+            connect_timeout_s=settings.connect_timeout,
+            failover_delay_s=settings.failover_delay,
+            reconnect_grace_s=settings.reconnect_grace,
+            routing=RoutingPolicy(settings.routing),
+            long_prompt=settings.long_prompt,
+            tls=self.tls.inner,
+            on_tokens=metrics.count_tokens,
+            on_members=metrics.records.keep,
+            on_moved=metrics.moves_from_prefill.inc,
+            resolver=self.resolver,
+        )
+        metrics.watch_schedulers(replicas.links, lambda: replicas.num_connected)
+        refusal = _ADAPTERS_FIXED if settings.hand_over else None
+
+        def slots() -> list[int]:
+            return [each.max_adapters for each in replicas.welcomes]
+
+        adapters = Adapters(model.name, path, slots, refusal, aliases=settings.served_model_aliases)
+        await adapters.open(settings.adapters)
+        return Generator(model, replicas, ledger, settings, metrics, self.tracer, adapters, self.shared)
 
 
 def _make_authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:

@@ -8,7 +8,7 @@ its prompt and its earlier tokens do not count again.
 
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -236,38 +236,35 @@ _HISTOGRAMS = (
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in their own registry.
+    """The gateway's metrics, in their own registry. Those of one model have the label `model`: see `of_model`.
 
     Attributes:
         http_answers: HTTP answers, except answers to probes and to Prometheus.
         grpc_calls: Finished gRPC calls, except calls of the health service.
-        statistics: Sums over the requests that are over, for APIs that report statistics.
-        records: Statistics of each replica.
-        moves_from_prefill: Requests that left a prefill replica after their prompts were computed there.
         keys_reload_failures: Changes of the key files that could not be loaded.
         refused_connections: HTTP connections beyond the maximum.
     """
 
     def __init__(self, max_tenants: int = 0) -> None:
         """`max_tenants` is the maximum number of tenants that have their own series."""
-        self.statistics = RequestStatistics()
-        self.records = ReplicaRecords()
         self.registry = CollectorRegistry()
         self._refresh: Callable[[], Awaitable[None]] | None = None
-        self._requests = self._counter("requests", "Accepted requests that ended, by outcome.", labels=["outcome"])
-        for outcome in _WATCHED_OUTCOMES:
-            self._requests.labels(outcome)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests.")
-        self._live = Gauge(
-            "quire_gateway_live_requests", "Live requests with a reader, including queued ones.", registry=self.registry
-        )
-        self._resubmissions = self._counter("resubmissions", "Requests resubmitted after a scheduler was lost.")
-        self.moves_from_prefill = self._counter(
-            "moves_from_prefill", "Requests that left a prefill replica to continue on another one."
+        self._models: dict[str, ModelMetrics] = {}
+        self._families = _Families(
+            self._counter("requests", "Accepted requests that ended, by outcome.", labels=["model", "outcome"]),
+            self._counter("prompt_tokens", "Prompt tokens of accepted requests.", labels=["model"]),
+            self._gauge("live_requests", "Live requests with a reader, including queued ones."),
+            self._counter("resubmissions", "Requests resubmitted after a scheduler was lost.", labels=["model"]),
+            self._counter(
+                "moves_from_prefill",
+                "Requests that left a prefill replica to continue on another one.",
+                labels=["model"],
+            ),
+            self._gauge("connected_schedulers", "Schedulers with an open stream."),
         )
         self.grpc_calls = CallCounts("gateway", self.registry)
         self.http_answers = HttpAnswers(self.registry)
-        self.registry.register(_Records(self.records))
+        self.registry.register(_Records(self._models))
         self._tenants = _TenantMetrics(self.registry, max_tenants) if max_tenants else None
 
         self._refusals = self._counter(
@@ -288,6 +285,13 @@ class GatewayMetrics:
     def _counter(self, name: str, help: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"quire_gateway_{name}", help, labels, registry=self.registry)
 
+    def _gauge(self, name: str, help: str) -> Gauge:
+        return Gauge(f"quire_gateway_{name}", help, ["model"], registry=self.registry)
+
+    def of_model(self, name: str) -> "ModelMetrics":
+        """The metrics of a model."""
+        return self._models.setdefault(name, ModelMetrics(name, self._families, self._tenants))
+
     def count_refused_caller(self, reason: str) -> None:
         """Counts a call that was rejected because of its API key, or because it had none."""
         self._refusals.labels(reason).inc()
@@ -295,12 +299,6 @@ class GatewayMetrics:
     def count_ignored_fields(self, api: str, count: int) -> None:
         """Counts the ignored fields of one body. Their names come from callers, so they are not labels."""
         self._ignored_fields.labels(api).inc(count)
-
-    def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
-        """Reports the number of connected schedulers, which `count_connected` returns at each scrape."""
-        self.records.keep(addresses)
-        gauge = Gauge("quire_gateway_connected_schedulers", "Schedulers with an open stream.", registry=self.registry)
-        gauge.set_function(count_connected)
 
     def show(self, collector: Collector, refresh: Callable[[], Awaitable[None]]) -> None:
         """Also serves the metrics of `collector`; `refresh` updates them before each scrape."""
@@ -311,6 +309,47 @@ class GatewayMetrics:
         """Updates metrics that come from other services. Must be called before the registry is read."""
         if self._refresh is not None:
             await self._refresh()
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """The metrics that each model has, by their names in `GatewayMetrics`."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    live: Gauge
+    resubmissions: Counter
+    moves_from_prefill: Counter
+    connected: Gauge
+
+
+class ModelMetrics:
+    """The metrics of one model at a gateway.
+
+    Attributes:
+        statistics: Sums over the requests that are over, for APIs that report statistics.
+        records: Statistics of each replica.
+        moves_from_prefill: Requests that left a prefill replica after their prompts were computed there.
+    """
+
+    def __init__(self, model: str, families: _Families, tenants: "_TenantMetrics | None") -> None:
+        self.statistics = RequestStatistics()
+        self.records = ReplicaRecords()
+        self._model = model
+        self._requests = families.requests
+        for outcome in _WATCHED_OUTCOMES:
+            self._requests.labels(model, outcome)
+        self._prompt_tokens = families.prompt_tokens.labels(model)
+        self._live = families.live.labels(model)
+        self._resubmissions = families.resubmissions.labels(model)
+        self.moves_from_prefill = families.moves_from_prefill.labels(model)
+        self._connected = families.connected
+        self._tenants = tenants
+
+    def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
+        """Reports the number of connected schedulers, which `count_connected` returns at each scrape."""
+        self.records.keep(addresses)
+        self._connected.labels(self._model).set_function(count_connected)
 
     def count_tokens(self, address: str, arrivals: Arrivals) -> None:
         """Counts the new tokens in a batch of events from a replica."""
@@ -348,7 +387,7 @@ class GatewayMetrics:
             outcome = error.code.name.lower()
             raise
         finally:
-            self._requests.labels(outcome).inc()
+            self._requests.labels(self._model, outcome).inc()
             seconds, usage = clock.monotonic() - started_at, live.usage if outcome == "completed" else None
             self.statistics.add(seconds, usage)
             self._resubmissions.inc(max(live.submissions - 1, 0))
@@ -362,26 +401,31 @@ class GatewayMetrics:
 
 
 class _Records(Collector):
-    """The records of all replicas together."""
+    """The records of each model's replicas together."""
 
-    def __init__(self, records: ReplicaRecords) -> None:
-        self._records = records
+    def __init__(self, models: Mapping[str, ModelMetrics]) -> None:
+        self._models = models
 
     def collect(self) -> Iterable[Metric]:
-        records = list(self._records)
-        generated = sum(record.num_generated_tokens for record in records)
-        yield CounterMetricFamily(f"{_PREFIX}generated_tokens", "Tokens generated for requests.", generated)
-        finished = CounterMetricFamily(
-            f"{_PREFIX}finished_sequences", "Finished sequences, by reason.", labels=["reason"]
+        records = {model: list(metrics.records) for model, metrics in list(self._models.items())}
+        generated = CounterMetricFamily(
+            f"{_PREFIX}generated_tokens", "Tokens generated for requests.", labels=["model"]
         )
-        for reason in FinishReason:
-            finished.add_metric([reason.value], sum(record.finished[reason] for record in records))
+        finished = CounterMetricFamily(
+            f"{_PREFIX}finished_sequences", "Finished sequences, by reason.", labels=["model", "reason"]
+        )
+        for model, own in records.items():
+            generated.add_metric([model], sum(record.num_generated_tokens for record in own))
+            for reason in FinishReason:
+                finished.add_metric([model, reason.value], sum(record.finished[reason] for record in own))
+        yield generated
         yield finished
         for name, attribute, help_text in _HISTOGRAMS:
-            family = HistogramMetricFamily(_PREFIX + name, help_text)
-            if records:
-                parts: list[Distribution] = [getattr(record, attribute) for record in records]
-                Distribution.total(parts[0].bounds, parts).put_into(family)
+            family = HistogramMetricFamily(_PREFIX + name, help_text, labels=["model"])
+            for model, own in records.items():
+                parts: list[Distribution] = [getattr(record, attribute) for record in own]
+                if parts:
+                    Distribution.total(parts[0].bounds, parts).put_into(family, [model])
             yield family
 
 

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Self
 
 from gateway.text.formats.answer import REASONING_FORMATS, TOOL_FORMATS
 from quire.rpc.address import parse_target
-from quire.runtime.settings import parse_bytes, setting
-from quire.service.service_flags import DrainFlags, ModelFlags, ProcessFlags, ServiceFlags, TenantFlags
+from quire.runtime.settings import overridden, parse_bytes, setting
+from quire.service.model_flag import ModelFlag
+from quire.service.service_flags import DrainFlags, ProcessFlags, ServedModelsFlags, ServiceFlags, TenantFlags
 
 MAX_KEY_LENGTH = 512
 FRONTS: Mapping[str, Sequence[str]] = {
@@ -21,6 +23,15 @@ FRONTS: Mapping[str, Sequence[str]] = {
     "ui": ("demo_socket", "demo"),
 }
 """The fronts in the order in which they are opened, each with the settings that only it reads."""
+FLAGS_OF_MODELS = (
+    "served_model_name",
+    "served_model_aliases",
+    "tool_call_parser",
+    "reasoning_parser",
+    "request_chat_templates",
+    "adapters",
+)
+"""The settings of a gateway that each of several models may have for itself."""
 KILLABLE = ("worker", "scheduler")
 """Services that a demonstration may kill."""
 MEMORY, SQLITE = "memory", "sqlite:"
@@ -297,13 +308,13 @@ class GatewayFlags(ListenFlags, FormatFlags, RequestLimits, BatchFlags, Connecti
 
 
 @dataclass(frozen=True)
-class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
+class GatewaySettings(ServedModelsFlags, GatewayFlags, DrainFlags, ProcessFlags):
     """Serves clients over gRPC and HTTP, and distributes their requests over schedulers."""
 
     schedulers: tuple[str, ...] = setting(
         ("127.0.0.1:50052",),
         "addresses of the schedulers, one per replica; dns:///NAME:PORT means all addresses of a DNS name, which is "
-        "resolved repeatedly",
+        "resolved repeatedly. With several models NAME=ADDRESS is of the model NAME, others are of the first",
         metavar="ADDRESS",
     )
     routing: str = setting(
@@ -344,7 +355,34 @@ class GatewaySettings(ModelFlags, GatewayFlags, DrainFlags, ProcessFlags):
             raise ValueError("--hand-over leaves the ports to gateways that share them; give --reuse-port")
         if not self.schedulers:
             raise ValueError("--schedulers is empty; give the address of at least one scheduler")
-        for address in self.schedulers:
+        self.check_only_by_model("served_model_name", "served_model_aliases", "adapters")
+        named = [self._named_scheduler(each) for each in self.schedulers]
+        addresses = [address for _, address in named]
+        for address in addresses:
             parse_target(address)
-        if len(set(self.schedulers)) < len(self.schedulers):
+        if len(set(addresses)) < len(addresses):
             raise ValueError(f"--schedulers names an address twice: {', '.join(self.schedulers)}")
+        for model in self.served_models:
+            if model.name not in [name for name, _ in named]:
+                raise ValueError(f"--schedulers has no address of the model {model.name}; add {model.name}=ADDRESS")
+
+    def of_model(self, model: ModelFlag) -> Self:
+        """The settings of one of the served models, with its schedulers. Raises ConfigurationError."""
+        bare = dataclasses.replace(model, overrides=())
+        named = map(self._named_scheduler, self.schedulers)
+        addresses = tuple(address for name, address in named if name == model.name)
+        name = model.name if len(self.served_models) > 1 else model.given_name
+        alone = dataclasses.replace(
+            self, models=(bare,), schedulers=addresses, served_model_name=name or self.served_model_name
+        )
+        return overridden(alone, model.overrides, FLAGS_OF_MODELS, source=f"--model {model.name}")
+
+    def _named_scheduler(self, text: str) -> tuple[str, str]:
+        """The name of a model, and the address of one of its schedulers."""
+        names = [each.name for each in self.served_models]
+        name, equals, address = text.partition("=")
+        if not equals or text.startswith("unix:"):
+            return names[0], text
+        if name not in names:
+            raise ValueError(f"--schedulers has {text}, and no model is called {name}; models are {', '.join(names)}")
+        return name, address

@@ -8,12 +8,13 @@ correct; the KV cache usage covers the whole replica. docs/metrics.md has the ta
 import asyncio
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.metrics import GatewayMetrics, ReplicaRecord
+from gateway.metrics import HttpAnswers, ReplicaRecord, ReplicaRecords
 from gateway.replicas.events import FinishReason
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
@@ -74,13 +75,64 @@ _DRAFT_COUNTERS: Sequence[tuple[str, str, Callable[[ReplicaLoad], int]]] = (
 
 
 class VllmMetrics(Collector):
-    """Makes series under vLLM's names from the records and from the schedulers' answers at the last `refresh`."""
+    """Makes series under vLLM's names, of all models of a gateway."""
 
-    def __init__(self, model_name: str, metrics: GatewayMetrics, replicas: Replicas, gateway_id: str) -> None:
+    def __init__(
+        self, models: Iterable[tuple[str, ReplicaRecords, Replicas]], answers: HttpAnswers, gateway_id: str
+    ) -> None:
+        """`models` has the name, the records and the replicas of each model."""
+        self._models = [_ModelMetrics(name, records, replicas, gateway_id) for name, records, replicas in models]
+        self._answers = answers
+
+    async def refresh(self) -> None:
+        """Gets the present state of the queues from the schedulers."""
+        await asyncio.gather(*(each.refresh() for each in self._models))
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for family in (family for each in self._models for family in each.collect()):
+            # A scrape has each name once.
+            if (known := merged.setdefault(family.name, family)) is not family:
+                known.samples += family.samples
+        yield from merged.values()
+        yield self._adapters()
+        yield from self._http()
+
+    def _adapters(self) -> Metric:
+        """Lists of adapters. The Gateway API Inference Extension reads the series with the latest time."""
+        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
+        replicas = [each.replicas for each in self._models]
+        in_use = [each.adapters_in_use() for each in replicas]
+        running, waiting = (",".join(chain.from_iterable(pair[which] for pair in in_use)) for which in (0, 1))
+        slots = max((welcome.max_adapters for each in replicas for welcome in each.welcomes), default=0)
+        family.add_metric([str(slots), waiting, running], clock.unix_s())
+        return family
+
+    def _http(self) -> Iterable[Metric]:
+        """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
+        name, labels = "http_requests", ("handler", "method", "status")
+        family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
+        by_class: Tally[tuple[str, str, str]] = Tally()
+        for answer, count in list(self._answers.counts.items()):
+            by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
+        for key, count in by_class.items():
+            family.add_metric(key, count)
+        yield family
+        name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
+        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
+        for place, seconds in list(self._answers.durations.items()):
+            seconds.put_into(family, place)
+        yield family
+
+
+class _ModelMetrics:
+    """The series of one model, from its records and from its schedulers' answers at the last `refresh`."""
+
+    def __init__(self, model_name: str, records: ReplicaRecords, replicas: Replicas, gateway_id: str) -> None:
         self._model_name = model_name
-        self._metrics = metrics
-        self._records = metrics.records
-        self._replicas = replicas
+        self._records = records
+        self.replicas = replicas
         self._gateway_id = gateway_id
         self._loads: Mapping[str, ReplicaLoad] = {}
         self._refreshing: asyncio.Task[None] | None = None
@@ -93,7 +145,7 @@ class VllmMetrics(Collector):
 
     async def _ask(self) -> None:
         try:
-            self._loads = await self._replicas.calls.loads(self._gateway_id)
+            self._loads = await self.replicas.calls.loads(self._gateway_id)
         finally:
             self._refreshing = None
 
@@ -118,9 +170,7 @@ class VllmMetrics(Collector):
         yield self._step_tokens(loads)
         yield from self._drafts(loads)
         yield self._cache_config(engines)
-        yield self._adapters()
         yield self._sleep({engines[address]: address for address in self._loads if address in engines})
-        yield from self._http()
 
     def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
         """Tokens per step of the whole replica: a step has requests of all gateways."""
@@ -146,38 +196,22 @@ class VllmMetrics(Collector):
 
     def _sleep(self, engines: Mapping[str, str]) -> Metric:
         """Sleep states of the replicas. vLLM's dashboards show a model without this series as down."""
-        links, states = self._replicas.links, dict[tuple[str, str], int]()
+        links, states = self.replicas.links, dict[tuple[str, str], int]()
         for engine, address in engines.items():
             loading = links[address].loading if address in links else None
             phase = None if loading is None or loading.phase not in _SLEEP_STATES.values() else loading.phase
             states |= {(engine, state): int(phase == own) for state, own in _SLEEP_STATES.items()}
         return self._family("gauge", "engine_sleep_state", "1 if a replica is in a state.", states, ["sleep_state"])
 
-    def _http(self) -> Iterable[Metric]:
-        """Counts of HTTP answers, as by the middleware of vLLM's HTTP server."""
-        name, labels = "http_requests", ("handler", "method", "status")
-        family = CounterMetricFamily(name, "HTTP answers, by the first digit of the status.", labels=labels)
-        by_class: Tally[tuple[str, str, str]] = Tally()
-        for answer, count in list(self._metrics.http_answers.counts.items()):
-            by_class[answer.route, answer.method, f"{answer.status // 100}xx"] += count
-        for key, count in by_class.items():
-            family.add_metric(key, count)
-        yield family
-        name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
-        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
-        for place, seconds in list(self._metrics.http_answers.durations.items()):
-            seconds.put_into(family, place)
-        yield family
-
     def _queues(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
         running = {(engine,): load.num_running for engine, load in loads.items()}
         yield self._family("gauge", "num_requests_running", "Requests that run.", running)
         waiting = {(engine,): load.num_waiting + load.num_held for engine, load in loads.items()}
-        waiting[_NO_ENGINE,] = self._replicas.num_unplaced
+        waiting[_NO_ENGINE,] = self.replicas.num_unplaced
         yield self._family("gauge", "num_requests_waiting", "Requests that wait.", waiting)
         by_reason = {(engine, "capacity"): load.num_waiting for engine, load in loads.items()}
         by_reason |= {(engine, "deferred"): load.num_held for engine, load in loads.items()}
-        by_reason[_NO_ENGINE, "capacity"] = self._replicas.num_unplaced
+        by_reason[_NO_ENGINE, "capacity"] = self.replicas.num_unplaced
         help_text = "Waiting requests: for capacity, or for data that another request or a worker prepares."
         yield self._family("gauge", "num_requests_waiting_by_reason", help_text, by_reason, ["reason"])
 
@@ -206,19 +240,10 @@ class VllmMetrics(Collector):
         names = ("block_size", "num_gpu_blocks", "num_cpu_blocks", "enable_prefix_caching", "engine", "model_name")
         family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's sizes; the value is 1.", labels=names)
         for address, engine in engines.items():
-            link = self._replicas.links.get(address)
+            link = self.replicas.links.get(address)
             if link is not None and (welcome := link.welcome) is not None:
                 sizes = map(str, (welcome.block_size, welcome.num_gpu_blocks, welcome.num_host_blocks))
                 family.add_metric([*sizes, "True", engine, self._model_name], 1)
-        return family
-
-    def _adapters(self) -> Metric:
-        """Lists of adapters. The Gateway API Inference Extension reads the series with the latest time."""
-        names = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
-        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters; the value is the present time.", labels=names)
-        running, waiting = self._replicas.adapters_in_use()
-        slots = max((welcome.max_adapters for welcome in self._replicas.welcomes), default=0)
-        family.add_metric([str(slots), ",".join(waiting), ",".join(running)], clock.unix_s())
         return family
 
     def _family(

@@ -13,6 +13,7 @@ from quire.model_files.progress import ProgressLine
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, stop_signals
 from quire.runtime.logs import json_line
 from quire.runtime.settings import load_settings, misspelt_variables
+from quire.service.model_flag import ModelFlag
 from quire_cli.pull import Stopped, fetch
 from quire_cli.supervisor import LocalServer, ServeSettings, ServiceRefused
 from quire_cli.supervisor.process import print_error
@@ -31,19 +32,25 @@ def main(argv: Sequence[str]) -> int:
         0 after the first signal, 128 + its number after a second one, 2 if a service refused its configuration.
     """
     settings = load_settings(ServeSettings, argv, os.environ, program=PROGRAM)
-    if (name := hub_name(settings.model)) is not None:
-        # Once for all processes, before any starts: they have the same commit, even after a restart.
-        try:
-            settings = dataclasses.replace(settings, model=str(fetch(name)))
-        except Stopped as stopped:
-            report_on_stderr(str(stopped))
-            return 0
+    # Once for all processes, before any starts: they have the same commit, even after a restart.
+    try:
+        models = tuple(_fetched(model) for model in settings.models)
+    except Stopped as stopped:
+        report_on_stderr(str(stopped))
+        return 0
+    settings = dataclasses.replace(settings, models=models)
     try:
         return asyncio.run(_serve(settings))
     except ServiceRefused as refusal:
         # All other services have ended, so this is the last line.
         print(refusal, file=sys.stderr, flush=True)
         return CONFIGURATION_EXIT_STATUS
+
+
+def _fetched(model: ModelFlag) -> ModelFlag:
+    """The model in the cache, if it is of a hub. Raises Stopped, and ConfigurationError."""
+    name = hub_name(model.source)
+    return model if name is None else dataclasses.replace(model, source=str(fetch(name)))
 
 
 async def _serve(settings: ServeSettings) -> int:

@@ -68,6 +68,13 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
         maximum=3600,
         metavar="SECONDS",
     )
+    idle_unload: float = setting(
+        0.0,
+        "seconds without a request after which the workers give back the memory of their KV pools and weights; the "
+        "next request waits until the model is loaded again; 0 keeps the model",
+        minimum=0,
+        metavar="SECONDS",
+    )
     max_durable_requests: int = setting(1024, "max durable requests that are kept", minimum=0)
     max_durable_tokens: int = setting(
         2_000_000,

@@ -143,6 +143,7 @@ def make_pool(
     num_draft_states = min(limits.max_verified, max_state_drafts(model, settings) or 0)
     num_padding = int(with_padding) + of_state * (1 + num_draft_states)
     count, host_memory = settings.num_gpu_blocks, memory_of_each_rank(settings)
+    host_memory = None if host_memory is None else int(host_memory * settings.memory_share)
     if place is not None:
         if count is None and settings.kv_cache_memory is None:
             # A default follows from the memory that is available, which is not the same at each start.

@@ -165,6 +165,13 @@ class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
         "that discarded the weights",
         choices=("at-start", "when-attached"),
     )
+    memory_share: float = setting(
+        1.0,
+        "share of the memory of this machine that is available at start and that a KV pool without a given size counts "
+        "with; `quire serve` divides the memory among its models",
+        minimum=0.001,
+        maximum=1,
+    )
     transfer_endpoint: str | None = setting(
         None,
         "address at which workers of other replicas fetch KV blocks from this one; not given, the address in --workers "

@@ -21,14 +21,14 @@ from gateway.api.respond import Call
 from gateway.auth.caller import Caller
 from gateway.auth.keys import Authenticator
 from gateway.metrics import GatewayMetrics
-from gateway.replicas.ledger import Ledger
 from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.settings import GatewaySettings
 from quire.rpc.errors import QuireError
 from quire.tracing import Tracer
 
-CallReader = Callable[[bytes], Awaitable[Call]]
-"""Makes a call from the body of a request. Raises InvalidArgument."""
+CallReader = Callable[[bytes], Awaitable[tuple[Generator, Call]]]
+"""Makes a call from the body of a request, and chooses the generator that runs it. Raises QuireError."""
 
 
 class PageAccess(Protocol):
@@ -86,7 +86,6 @@ class FrontContext:
     """The parts of a gateway that fronts use.
 
     Attributes:
-        ledger: The live requests of this gateway.
         body_limits: The limits of request bodies, with the rule for unknown fields.
         started_at_s: The start of the gateway, in seconds since the Unix epoch.
         opened: The fronts that are open already, in the order of `gateway.settings.FRONTS`.
@@ -94,8 +93,7 @@ class FrontContext:
 
     settings: GatewaySettings
     gateway_id: str
-    generator: Generator
-    ledger: Ledger
+    models: Models
     authenticator: Authenticator
     metrics: GatewayMetrics
     tracer: Tracer | None

@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.sqlite import LeasedTable, Row
 from quire.rpc.errors import QuireError
 
@@ -34,10 +34,10 @@ Run = TypeVar("Run", bound=LeasedRun)
 class LeasedRuns(ABC, Generic[Row, Run]):
     """The runs of a table at this gateway, by the ids of their rows."""
 
-    def __init__(self, store: LeasedTable[Row], generator: Generator, description: str) -> None:
+    def __init__(self, store: LeasedTable[Row], models: Models, description: str) -> None:
         """`description` names the rows in logs."""
         self._leases = store
-        self._generator = generator
+        self._models = models
         self._description = description
         self._runs: dict[str, Run] = {}
         self._is_stopping = False
@@ -76,7 +76,7 @@ class LeasedRuns(ABC, Generic[Row, Run]):
                 self._renewed(run, states[run.id])
             else:
                 run.cancel()
-        if self._is_stopping or self._generator.is_draining or not self._generator.replicas.is_ready:
+        if self._is_stopping or self._models.is_draining or not self._models.has_replica:
             return
         rows = await self._leases.run(self._leases.take, self._max_taken(), frozenset(self._runs))
         if self._is_stopping:

@@ -30,6 +30,7 @@ from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, AnswerForm, CallMemory
 from gateway.request.generator import Generator, Result, answer_event, events, results_of, running
+from gateway.request.models import Models
 from gateway.request.violations import renamed, renaming
 from gateway.types import RequestOptions
 from quire.model_files.progress import shown_bytes
@@ -274,7 +275,7 @@ def _written(writer: EventWriter, shaper: Shaper, position: int, event: Chunk | 
 
 
 def resumed(
-    generator: Generator,
+    models: Models,
     last: EventId,
     read_call: Callable[[LiveRequest], Call],
     keep_alive_s: float,
@@ -285,7 +286,7 @@ def resumed(
     live: list[LiveRequest] = []
     response = StreamedResponse(
         # Only the call knows the number of an error event, which follows the events before it.
-        lambda: _rest(generator, last, read_call, live, response.use),
+        lambda: _rest(models, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
         {},
@@ -295,13 +296,14 @@ def resumed(
 
 
 async def _rest(
-    generator: Generator,
+    models: Models,
     last: EventId,
     read_call: Callable[[LiveRequest], Call],
     running_now: list[LiveRequest],
     on_begin: Callable[[Dialect], object],
 ) -> AsyncGenerator[bytes, None]:
     """The events. `on_begin` is called with the dialect of the call before each event."""
+    generator = await models.holding(last.request_id)
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)
         shaper = await call.shaper(generator, [live])

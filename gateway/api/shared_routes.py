@@ -14,7 +14,7 @@ from gateway.api.field_rule import Part
 from gateway.api.front import FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
-from gateway.request.validation import check_model
+from gateway.request.generator import Generator
 from quire.rpc.errors import NotFound
 
 
@@ -74,8 +74,7 @@ def _as_anthropic(model: ServedModelShape) -> dict[str, Any]:
 
 def shared_routes(context: FrontContext) -> list[ApiRoute]:
     """The routes."""
-    generator = context.generator
-    base, adapters = generator.model.name, generator.adapters
+    served = context.models
 
     async def cancel(request: Request) -> CancelledRequest:
         """Ends a running request of any gateway, by its id or its answer's id. Its own call ends with an error."""
@@ -84,30 +83,31 @@ def shared_routes(context: FrontContext) -> list[ApiRoute]:
         ids = [asked, rest] if prefix in ("chatcmpl", "cmpl") and rest else [asked]
         for position, request_id in enumerate(ids):
             try:
-                await generator.cancel(request_id)
+                await served.cancel(request_id)
                 break
             except NotFound:
                 if position == len(ids) - 1:
                     raise
         return {"id": asked, "object": "request", "cancelled": True}
 
-    def described(name: str) -> ServedModelShape:
+    def described(generator: Generator, name: str) -> ServedModelShape:
         lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
         return {
             "id": name,
             "object": "model",
             "created": context.started_at_s,
             "owned_by": "quire",
-            "root": base,
-            "parent": adapters.parent_of(name),
+            "root": generator.model.name,
+            "parent": generator.adapters.parent_of(name),
             # None before the first connection to a scheduler.
             "max_model_len": min(lengths, default=None),
         }
 
     async def models(request: Request) -> Response:
         """The served model and its adapters that the caller may use."""
-        names = adapters.names(current_caller())
-        found = [described(name) for name in names]
+        caller = current_caller()
+        found = [described(each, name) for each in served for name in each.adapters.names(caller)]
+        names = [each["id"] for each in found]
         if _is_of_anthropic(request):
             ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
             return JSONResponse({"data": [_as_anthropic(each) for each in found], "has_more": False, **ends})
@@ -117,20 +117,21 @@ def shared_routes(context: FrontContext) -> list[ApiRoute]:
     async def model(request: Request) -> Response:
         """One model by its name."""
         name = request.path_params["model"]
-        check_model(name, adapters.visible(current_caller(), name), NotFound)
-        return JSONResponse(_as_anthropic(described(name)) if _is_of_anthropic(request) else described(name))
+        found = described(served.named(name), name)
+        return JSONResponse(_as_anthropic(found) if _is_of_anthropic(request) else found)
 
     async def load_adapter(request: Request) -> Response:
         """Serves a LoRA adapter under a name, for operators."""
         body = await read_model(LoadAdapterBody, request, context.body_limits)
         fields = {"name_field": "lora_name", "directory_field": "lora_path"}
+        adapters = served.for_adapter(body.lora_name, "lora_name").adapters
         await adapters.load(body.lora_name, body.lora_path, replace=bool(body.load_inplace), **fields)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
     async def unload_adapter(request: Request) -> Response:
         """Stops serving a LoRA adapter under its name, for operators. Running requests continue."""
         body = await read_model(UnloadAdapterBody, request, context.body_limits)
-        adapters.unload(body.lora_name, name_field="lora_name")
+        served.with_adapter(body.lora_name).adapters.unload(body.lora_name, name_field="lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     def changing(path: str, endpoint: Callable[..., Any], body: type[BaseModel]) -> ApiRoute:

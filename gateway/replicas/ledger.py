@@ -65,11 +65,14 @@ class Ledger:
     It also counts admitted calls that have not opened a request yet.
     """
 
-    def __init__(self, *, max_chunk_tokens: int, clock: Callable[[], float] = clock.monotonic) -> None:
+    def __init__(
+        self, *, max_chunk_tokens: int, clock: Callable[[], float] = clock.monotonic, other: "Ledger | None" = None
+    ) -> None:
+        """`other` is the ledger of another model, whose requests have other ids than the requests here."""
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
-        # Ids are unique within a tenant.
-        self._by_id: dict[tuple[str, str], LiveRequest] = {}
+        # Ids are unique within a tenant, for all models.
+        self._by_id: dict[tuple[str, str], LiveRequest] = {} if other is None else other._by_id
         self._by_handle: dict[int, LiveRequest] = {}
         self._last_handle = 0
         self._num_arriving = 0
@@ -77,13 +80,14 @@ class Ledger:
         self._is_empty.set()
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        return len(self._by_handle)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(list(self._by_id.values()))
+        return iter(list(self._by_handle.values()))
 
     def get(self, tenant: str, request_id: str) -> LiveRequest | None:
-        return self._by_id.get((tenant, request_id))
+        live = self._by_id.get((tenant, request_id))
+        return live if live is not None and self._by_handle.get(live.handle) is live else None
 
     def check_unused(self, tenant: str, request_id: str) -> None:
         """Raises AlreadyExists if a live request of the tenant has the id."""
@@ -203,7 +207,7 @@ class Ledger:
         return live if live is not None and live.replica == replica else None
 
     def _update_empty(self) -> None:
-        if not self._by_id and not self._num_arriving:
+        if not self._by_handle and not self._num_arriving:
             self._is_empty.set()
 
     def _next_handle(self) -> int:

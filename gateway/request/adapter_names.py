@@ -91,6 +91,10 @@ class Adapters:
         own = [name for name in (self.model, *self.aliases) if self.visible(caller, name) == name]
         return [*own, *(each.named.name for each in self.listed(caller))]
 
+    def all_names(self) -> list[str]:
+        """All names: the model's names, then its adapters' names."""
+        return [self.model, *self.aliases, *self._served]
+
     def parent_of(self, name: str) -> str | None:
         """The model that the adapter with this name adapts; None for a name of the model."""
         return None if name == self.model or name in self.aliases else self.model

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from gateway.auth.caller import current_caller
 from gateway.auth.quota import Refund
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import ModelMetrics
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
@@ -89,8 +89,20 @@ class Preparations:
                 del self._num_requests[tenant]
 
 
+class SharedBounds:
+    """Bounds on the requests of all models of a gateway together."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.preparations = Preparations()
+        self.answer_memory = AnswerMemory(
+            per_call=settings.max_answer_bytes,
+            per_key=settings.max_key_answer_bytes,
+            total=settings.max_total_answer_bytes,
+        )
+
+
 class Generator:
-    """Validates, tokenizes, places and tracks requests."""
+    """Validates, tokenizes, places and tracks the requests of one model."""
 
     def __init__(
         self,
@@ -98,26 +110,23 @@ class Generator:
         replicas: Replicas,
         ledger: Ledger,
         settings: GatewaySettings,
-        metrics: GatewayMetrics,
+        metrics: ModelMetrics,
         tracer: Tracer | None,
         adapters: Adapters,
+        shared: SharedBounds,
     ) -> None:
         self.model = model
         self.adapters = adapters
         self.replicas = replicas
         self.is_draining = False
-        self.preparations = Preparations()
+        self.preparations = shared.preparations
         self._refuses_all = False
         self._pinning: set[asyncio.Task[None]] = set()
-        self._ledger = ledger
+        self.ledger = ledger
         self._settings = settings
         self.metrics = metrics
         self._tracer = tracer
-        self._answer_memory = AnswerMemory(
-            per_call=settings.max_answer_bytes,
-            per_key=settings.max_key_answer_bytes,
-            total=settings.max_total_answer_bytes,
-        )
+        self._answer_memory = shared.answer_memory
         self.durable_reads = DurableReads(ledger, replicas, model.tokenizer)
 
     @property
@@ -128,7 +137,11 @@ class Generator:
     @property
     def num_live(self) -> int:
         """Requests that run at this gateway."""
-        return len(self._ledger)
+        return len(self.ledger)
+
+    def holds(self, tenant: str, request_id: str) -> bool:
+        """Whether a live request of the tenant has this id at this gateway."""
+        return self.ledger.get(tenant, request_id) is not None
 
     def refuse_all_calls(self) -> None:
         self._refuses_all = True
@@ -143,7 +156,7 @@ class Generator:
         """
         if self._refuses_all or (self.is_draining and not self._settings.hand_over):
             raise Unavailable("this gateway is about to stop; try another one", reason="DRAINING")
-        with self._ledger.arriving():
+        with self.ledger.arriving():
             yield
 
     def call_memory(self, form: AnswerForm) -> AbstractContextManager[CallMemory]:
@@ -212,7 +225,7 @@ class Generator:
                 asked_max_tokens = None if limits.clamps(options) else options.asked("stopping.max_tokens")
                 memory.expect(request, asked_max_tokens)
                 caller.account.charge_prompt(use, len(request.prompt_token_ids))
-                live = self._ledger.open(request, self.model.tokenizer)
+                live = self.ledger.open(request, self.model.tokenizer)
                 live.is_prepared = False
                 use.generated, use.refund = (lambda: live.num_computed_tokens), partial(_refund, live)
                 memory.count(live)
@@ -301,7 +314,7 @@ class Generator:
     def _detach(self, live: LiveRequest) -> None:
         if not self.durable_reads.reads_without_client(live):
             self.replicas.placements.detach(live)
-            self._ledger.close(live)
+            self.ledger.close(live)
 
     async def cancel(self, request_id: str) -> None:
         """Ends a running request of the caller's tenant; its own call ends with CANCELLED.
@@ -310,7 +323,7 @@ class Generator:
             NotFound: the tenant has none with this id. Requests of other tenants do not count.
         """
         tenant = current_caller().tenant
-        live = self._ledger.get(tenant, request_id)
+        live = self.ledger.get(tenant, request_id)
         if live is not None and not live.is_over:
             live.fail(Cancelled(f'request "{request_id}" was cancelled', reason="CANCELLED_BY_ID"))
             self.replicas.placements.abort(live)
@@ -327,7 +340,7 @@ class Generator:
         if options.request_id is None:
             return f"{self._settings.request_id_prefix}{entropy.random_hex(16)}"
         self.durable_reads.drop_completed(tenant, options.request_id)
-        self._ledger.check_unused(tenant, options.request_id)
+        self.ledger.check_unused(tenant, options.request_id)
         return options.request_id
 
 

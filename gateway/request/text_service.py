@@ -8,10 +8,11 @@ from gateway.auth.quota import Refund
 from gateway.replicas.scheduler_calls import Pin
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_TIME_TO_LIVE_MS, Limits
+from gateway.request.models import Models
 from gateway.request.prepare import encode_prompt
 from gateway.request.validation import check_messages, check_model, check_prompt, check_prompt_tokens, texts_of
 from gateway.request.violations import Violations
-from gateway.types import ChatPrompt, Prompt, TextPrompt
+from gateway.types import ChatPrompt, ModelKind, Prompt, TextPrompt
 from quire.rpc.errors import FieldViolation, invalid_field
 
 _DEFAULT_TIME_TO_LIVE_MS = 5 * 60 * 1000
@@ -31,9 +32,8 @@ class TextService:
     """Tokenizes and detokenizes for callers, within the limits of generation. Pins prefixes on every connected replica,
     so that any of them may get the requests."""
 
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
-        self._model = generator.model
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def tokenize(
         self, model: str | None, text: TextPrompt | ChatPrompt | None, *, add_special_tokens: bool
@@ -43,7 +43,8 @@ class TextService:
         Raises:
             QuireError: the model is not served here, the input is missing or refused.
         """
-        caller, limits = await self._admit(model)
+        generator = self._models.of(model)
+        caller, limits = await _admit(generator, model)
         violations = Violations()
         match text:
             case None:
@@ -56,10 +57,10 @@ class TextService:
                     violations.check_size("chat.messages", texts_of(text), limits.max_tokenize_bytes)
         violations.raise_if_any()
         assert text is not None
-        tokenizer = self._model.tokenizer
+        tokenizer = generator.model.tokenizer
         with caller.account.admitted(0):
             if isinstance(text, ChatPrompt):
-                token_ids = await self._model.chat.encode(text)
+                token_ids = await generator.model.chat.encode(text)
             else:
                 token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
             return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
@@ -70,13 +71,14 @@ class TextService:
         Raises:
             QuireError: the model is not served here, or an id is out of range.
         """
-        caller, limits = await self._admit(model)
+        generator = self._models.of(model)
+        caller, limits = await _admit(generator, model)
         violations = Violations()
         if violations.check_count("token_ids", token_ids, limits.max_model_len):
             violations.check_token_ids("token_ids", token_ids, limits.vocab_size)
         violations.raise_if_any()
         with caller.account.admitted(0):
-            return await self._model.tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
+            return await generator.model.tokenizer.decode_any(token_ids, include_special_tokens=include_special_tokens)
 
     async def pin(
         self, model: str | None, prefix: Prompt | None, time_to_live_ms: int | None, *, timeout_s: float | None
@@ -87,9 +89,10 @@ class TextService:
             QuireError: the prefix is refused here or by a replica, or a replica could not be reached.
         """
         current_caller().check_may_pin()
-        with self._generator.arriving():
-            caller, limits = await self._admit(model)
-            adapter = self._generator.adapters.resolve(model)
+        generator = self._models.of(model, ModelKind.TEXT)
+        with generator.arriving():
+            caller, limits = await _admit(generator, model)
+            adapter = generator.adapters.resolve(model)
             violations = Violations()
             if prefix == TextPrompt(""):
                 violations.add("text", "is empty")
@@ -99,14 +102,14 @@ class TextService:
             lifetime_ms = _DEFAULT_TIME_TO_LIVE_MS if time_to_live_ms is None else time_to_live_ms
             with caller.account.admitted() as use:
                 if isinstance(prefix, ChatPrompt):
-                    field, token_ids = "chat.messages", await self._model.chat.encode_prefix(prefix)
+                    field, token_ids = "chat.messages", await generator.model.chat.encode_prefix(prefix)
                 else:
-                    field, token_ids = await encode_prompt(prefix, self._model)
+                    field, token_ids = await encode_prompt(prefix, generator.model)
                 check_prompt_tokens(field, token_ids, limits)
                 caller.account.charge_prompt(use, len(token_ids))
                 # A pin that ended while it was computed does not count as refused.
                 use.refund = lambda error: Refund.NOTHING if error.reason == "PIN_LOST" else Refund.ALL
-                calls = self._generator.replicas.calls
+                calls = generator.replicas.calls
                 return await calls.pin(caller.tenant, token_ids, lifetime_ms, timeout_s=timeout_s, adapter=adapter)
 
     async def unpin(self, pin_id: str, *, timeout_s: float | None) -> None:
@@ -119,13 +122,13 @@ class TextService:
         caller.check_may_pin()
         if not pin_id:
             raise invalid_field("pin_id", "is empty; it must be one that PinPrefix returned")
-        await self._generator.replicas.calls.unpin(caller.tenant, pin_id, timeout_s=timeout_s)
+        await self._models.unpin(caller.tenant, pin_id, timeout_s)
 
-    async def _admit(self, model: str | None) -> tuple[Caller, Limits]:
-        """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another
-        model."""
-        caller = current_caller()
-        caller.account.check()
-        limits = await self._generator.limits()
-        check_model(model, self._generator.adapters.visible(caller, model))
-        return caller, limits
+
+async def _admit(generator: Generator, model: str | None) -> tuple[Caller, Limits]:
+    """The caller and the limits of a call. Raises QuireError if its key may not call now, or names another model."""
+    caller = current_caller()
+    caller.account.check()
+    limits = await generator.limits()
+    check_model(model, generator.adapters.visible(caller, model))
+    return caller, limits

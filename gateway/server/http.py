@@ -1,6 +1,7 @@
 """The HTTP application: its routes, the middleware before them, and the endpoints for load balancers, supervisors,
 operators and Prometheus."""
 
+import asyncio
 import ipaddress
 from collections.abc import Callable, Sequence, Set
 from http import HTTPStatus
@@ -33,6 +34,7 @@ from gateway.auth.keys import Authenticator
 from gateway.auth.quota import Account
 from gateway.metrics import GatewayMetrics, HttpAnswer, HttpAnswers
 from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
 from gateway.settings import GatewaySettings
@@ -42,6 +44,11 @@ from quire.runtime import clock
 from quire.version import VERSION
 
 _ANY_HOST = "*"
+# What /server_info says of a replica.
+_SIZES = (
+    *("max_model_len", "block_size", "num_gpu_blocks", "num_host_blocks"),
+    *("max_num_seqs", "max_num_batched_tokens"),
+)
 # Media types that browsers let pages of any site send without a preflight request.
 _WITHOUT_PREFLIGHT = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 _REQUEST_ID = b"x-request-id"
@@ -61,7 +68,7 @@ def make_http_app(context: FrontContext) -> Starlette:
             Middleware(
                 EnvelopeMiddleware,
                 answers=metrics.http_answers,
-                is_draining=lambda: context.generator.is_draining,
+                is_draining=lambda: context.models.is_draining,
                 reads_traces=settings.otlp_traces_endpoint is not None,
             ),
             *_host_check(settings),
@@ -338,6 +345,7 @@ class Sleeping(TypedDict):
 
 
 class ReplicaInfo(TypedDict):
+    model: str
     max_model_len: int
     block_size: int
     num_gpu_blocks: int
@@ -375,9 +383,9 @@ class GatewayVersion(TypedDict):
     version: str
 
 
-def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute]:
+def probe_routes(models: Models, metrics: GatewayMetrics) -> list[ApiRoute]:
     """Routes for probes, with GET and HEAD: some load balancers send HEAD, and uvicorn then sends only the headers."""
-    routes = _ProbeRoutes(generator, metrics)
+    routes = _ProbeRoutes(models, metrics)
     return [
         *(
             ApiRoute(path, routes.health, answer=Health, statuses=[HTTPStatus.SERVICE_UNAVAILABLE])
@@ -397,15 +405,15 @@ def probe_routes(generator: Generator, metrics: GatewayMetrics) -> list[ApiRoute
 
 
 class _ProbeRoutes:
-    def __init__(self, generator: Generator, metrics: GatewayMetrics) -> None:
-        self._generator = generator
+    def __init__(self, models: Models, metrics: GatewayMetrics) -> None:
+        self._models = models
         self._metrics = metrics
 
     async def health(self, request: Request) -> Response:
-        """Whether a replica can serve requests."""
-        if self._generator.replicas.is_ready:
+        """Whether a replica of any model can serve requests."""
+        if self._models.has_replica:
             return JSONResponse(Health(status="ok"))
-        answer = Health(status="failing", reason=_reason_not_ready(self._generator))
+        answer = Health(status="failing", reason=_reasons_not_ready(self._models))
         return JSONResponse(answer, HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def live(self, request: Request) -> Health:
@@ -414,56 +422,65 @@ class _ProbeRoutes:
 
     async def load(self, request: Request) -> ServerLoad:
         """The number of live requests at this gateway, including queued requests."""
-        return {"server_load": self._generator.num_live}
+        return {"server_load": self._models.num_live}
 
     async def server_info(self, request: Request) -> ServerInfo:
         """The version, the model and the replicas, for operators."""
         check_is_operator(current_caller(), "facts about the server")
         return {
             "version": VERSION,
-            "model": self._generator.model.name,
-            "architecture": self._generator.model.architecture,
+            "model": self._models.default.model.name,
+            "architecture": self._models.default.model.architecture,
             "replicas": [
-                cast(ReplicaInfo, {name: getattr(each, name) for name in ReplicaInfo.__annotations__})
-                for each in self._generator.replicas.welcomes
+                cast(ReplicaInfo, {name: getattr(each, name) for name in _SIZES} | {"model": generator.model.name})
+                for generator in self._models
+                for each in generator.replicas.welcomes
             ],
         }
 
     async def reset_prefix_cache(self, request: Request) -> ForgottenBlocks:
-        """Clears the prefix caches of all replicas, except blocks that requests or pins use; for operators."""
+        """Clears the prefix caches of all replicas, or of those of `model`, except blocks that requests or pins use;
+        for operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
-        return {"forgotten_blocks": await self._generator.replicas.calls.reset_prefix_cache()}
+        counts = [await each.replicas.calls.reset_prefix_cache() for each in self._asked(request)]
+        return {"forgotten_blocks": sum(counts)}
 
     async def sleep(self, request: Request) -> Sleeping:
-        """Frees the memory of the KV pools of all replicas, and at level 2 also of the weights; for operators. Requests
-        wait until /wake_up."""
+        """Frees the memory of the KV pools of all replicas, or of those of `model`, and at level 2 also of the weights;
+        for operators. Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests continue after /wake_up; cancel them yourself")
-        await self._generator.replicas.calls.sleep(discard_weights="2" in request.query_params.getlist("level"))
+        discards = "2" in request.query_params.getlist("level")
+        await asyncio.gather(*(each.replicas.calls.sleep(discard_weights=discards) for each in self._asked(request)))
         return {"is_sleeping": True}
 
     async def wake_up(self, request: Request) -> Sleeping:
-        """Ends the sleep of all replicas, for operators."""
+        """Ends the sleep of all replicas, or of those of `model`, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "tags", {"weights", "kv_cache"}, "only these parts sleep")
         tags = request.query_params.getlist("tags")
         if not tags or "kv_cache" in tags:
-            await self._generator.replicas.calls.wake_up()
+            await asyncio.gather(*(each.replicas.calls.wake_up() for each in self._asked(request)))
         return await self.is_sleeping(request)
 
     async def is_sleeping(self, request: Request) -> Sleeping:
-        """Whether all replicas sleep, for operators."""
+        """Whether all replicas sleep, or those of `model`, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
-        return {"is_sleeping": await self._generator.replicas.calls.are_asleep()}
+        asleep = await asyncio.gather(*(each.replicas.calls.are_asleep() for each in self._asked(request)))
+        return {"is_sleeping": all(asleep)}
+
+    def _asked(self, request: Request) -> Sequence[Generator]:
+        """The generators of the models that the query names, else of all. Raises NotFound."""
+        return [self._models.named(each) for each in request.query_params.getlist("model")] or list(self._models)
 
     async def ready(self, request: Request) -> Response:
-        """Whether a request would run at once."""
-        if self._generator.is_ready:
+        """Whether a request to one of the models would run at once."""
+        if self._models.is_ready:
             return JSONResponse(GatewayReadiness(status="ready"))
         answer: GatewayReadiness = {
             "status": "not ready",
-            "reason": _reason_not_ready(self._generator),
+            "reason": _reasons_not_ready(self._models),
             "loading": [
                 {
                     "scheduler": address,
@@ -472,7 +489,7 @@ class _ProbeRoutes:
                     "total_bytes": loading.total_bytes,
                     "percent": loading.percent,
                 }
-                for address, link in self._generator.replicas.links.items()
+                for address, link in self._models.links.items()
                 if (loading := link.loading) is not None
             ],
         }
@@ -499,6 +516,12 @@ def _check_values(request: Request, name: str, known: Set[str], why: str) -> Non
     for value in request.query_params.getlist(name):
         if value not in known:
             raise invalid_field(name, f'is "{shortened(value)}"; it must be {" or ".join(sorted(known))}: {why}')
+
+
+def _reasons_not_ready(models: Models) -> str:
+    if not models.are_several:
+        return _reason_not_ready(models.default)
+    return "; ".join(f"{each.model.name}: {_reason_not_ready(each)}" for each in models)
 
 
 def _reason_not_ready(generator: Generator) -> str:

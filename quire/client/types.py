@@ -444,6 +444,8 @@ class Replica:
     window: int = 0
     state_blocks: int = 0
     """Blocks that hold the state of a sequence, of all layers that keep a state of fixed size."""
+    model: str = ""
+    """The model that it serves; empty if the server does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,14 +178,8 @@ class ModelDirectory:
 
     @property
     def name(self) -> str:
-        """The name under which the model is served by default: the directory's or the file's name, or ORG/NAME for a
-        snapshot in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
-        path = self.path.absolute()
-        if self._own_tokenizer is not None:
-            return name_of_model(path)
-        if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
-            return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
-        return path.resolve().name
+        """The name under which the model is served by default."""
+        return name_of_path(self.path)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -309,6 +303,17 @@ def weight_files(directory: Path) -> tuple[Path, ...]:
             f"AutoModelForCausalLM.from_pretrained(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
         )
     raise ConfigurationError(f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
+
+
+def name_of_path(path: Path) -> str:
+    """The name under which a model is served by default: the directory's or the file's name, or ORG/NAME for a snapshot
+    in the cache of the hub, models--ORG--NAME/snapshots/COMMIT."""
+    path = path.absolute()
+    if is_gguf(path):
+        return name_of_model(path)
+    if path.parent.name == "snapshots" and path.parent.parent.name.startswith(_CACHED):
+        return path.parent.parent.name.removeprefix(_CACHED).replace("--", "/", 1)
+    return path.resolve().name
 
 
 def name_within(name: str) -> str:

@@ -31,11 +31,11 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypedDict, TypeVar, Union, Unpack, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -131,6 +131,28 @@ def load_settings(cls: type[T], argv: Sequence[str], environ: Mapping[str, str] 
         return cls(**values)
     except ValueError as error:
         raise ConfigurationError(str(error)) from error
+
+
+def overridden(settings: T, texts: Sequence[tuple[str, str]], allowed: Collection[str], *, source: str) -> T:
+    """The settings with other values for some flags, given as texts by the flags without dashes; a tuple's may be
+    repeated. `allowed` has the names of the fields that may change; `source` is where the texts come from, for errors.
+
+    Raises:
+        ConfigurationError: a flag is unknown or not allowed, or a value is not valid.
+    """
+    known = {option.key: option for option in _options_of(type(settings)) if option.name in allowed}
+    given: dict[str, list[str]] = {}
+    for key, text in texts:
+        if key not in known:
+            raise ConfigurationError(
+                f"{source}: {key} is no flag that one model may have; these are: {', '.join(sorted(known))}"
+            )
+        given.setdefault(key, []).append(text)
+    values = {known[key].name: known[key].value(each, f"{source}: {key}") for key, each in given.items()}
+    try:
+        return dataclasses.replace(cast(Any, settings), **values)
+    except ValueError as error:
+        raise ConfigurationError(f"{source}: {error}") from error
 
 
 def variables_of(cls: type) -> list[str]:

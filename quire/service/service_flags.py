@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.runtime.logs import LOG_FORMATS, LOG_LEVELS
 from quire.runtime.settings import setting
+from quire.service.model_flag import ModelFlag
 from quire.tracing import parse_endpoint
 
 
@@ -54,6 +55,43 @@ class ModelFlags(ServiceFlags):
         metavar="DIR|ORG/NAME",
         common=True,
     )
+
+
+@dataclass(frozen=True)
+class ServedModelsFlags(ServiceFlags):
+    """The models."""
+
+    models: tuple[ModelFlag, ...] = setting(
+        (),
+        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub if no such path exists; none is the "
+        "embedded model. Repeated, each is a model of its own: NAME=DIR, and flags of this model after commas, as in "
+        "NAME=DIR,kv-cache-memory=1GiB; see docs/models-together.md",
+        flag="--model",
+        parse=lambda text: (ModelFlag.parse(text),),
+        metavar="DIR|ORG/NAME",
+        common=True,
+    )
+
+    @property
+    def served_models(self) -> tuple[ModelFlag, ...]:
+        """The models to serve, at least one; the first is the default of calls that name none."""
+        return self.models or (ModelFlag(),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = [each.name for each in self.served_models]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"--model has the name {twice} twice; give each model its own: --model NAME=DIR")
+
+    def check_only_by_model(self, *names: str) -> None:
+        """Raises ValueError if one of these settings, which can be of one model only, is given for several."""
+        for name in names if len(self.served_models) > 1 else ():
+            if getattr(self, name):
+                flag = name.replace("_", "-")
+                raise ValueError(
+                    f"--{flag} is of one model, and there are several; give it with its model: --model "
+                    f"NAME=DIR,{flag}=VALUE"
+                )
 
 
 @dataclass(frozen=True)

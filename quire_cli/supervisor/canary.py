@@ -1,7 +1,7 @@
 """Probes whether a gateway serves: sends it a request of one token until that succeeds."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +20,14 @@ _DRAW_EVERY_S = 0.25
 
 
 async def wait_until_served(
-    address: str, api_key: str | None, report: Callable[[str], None], progress: Callable[[str], None] | None
+    address: str,
+    models: Sequence[str | None],
+    api_key: str | None,
+    report: Callable[[str], None],
+    progress: Callable[[str], None] | None,
 ) -> None:
-    """Sends a request of one token until it succeeds; reports the wait meanwhile.
+    """Sends a request of one token to each model until it succeeds; reports the wait meanwhile. The name None is of the
+    only model.
 
     Raises:
         QuireError: the request failed although a process serves and is not busy.
@@ -33,7 +38,7 @@ async def wait_until_served(
         found: list[LoadProgress] = []
         every_s = _PROGRESS_EVERY_S if progress is None else _DRAW_EVERY_S
         tasks = [
-            asyncio.create_task(_send_until_it_succeeds(client, address)),
+            asyncio.create_task(_send_until_they_succeed(client, address, models)),
             asyncio.create_task(_follow(client, found, every_s)),
         ]
         sending = tasks[0]
@@ -60,11 +65,19 @@ async def _follow(client: AsyncClient, found: list[LoadProgress], every_s: float
                 found[:] = [loading]
 
 
-async def _send_until_it_succeeds(client: AsyncClient, address: str) -> None:
+async def _send_until_they_succeed(client: AsyncClient, address: str, models: Sequence[str | None]) -> None:
+    for model in models:
+        await _send_until_it_succeeds(client, address, model)
+
+
+async def _send_until_it_succeeds(client: AsyncClient, address: str, model: str | None) -> None:
     while True:
         try:
             await _wait_until_healthy(address)
-            await client.generate([0], _ONE_TOKEN)
+            if model is not None:
+                # Known from the time when its workers were first loaded.
+                await client.get_model(model)
+            await client.generate([0], _ONE_TOKEN, model=model)
             return
         except (Unavailable, ResourceExhausted):
             await asyncio.sleep(_CANARY_RETRY_S)

@@ -1,12 +1,13 @@
 """The processes that `quire serve` starts, and their command lines. The services listen on private unix sockets."""
 
 import dataclasses
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.settings import MEMORY, SQLITE, GatewaySettings
+from gateway.settings import FLAGS_OF_MODELS, MEMORY, SQLITE, GatewaySettings
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import failpoint
 from quire.runtime.processors import cores, num_processors
@@ -14,6 +15,8 @@ from quire.runtime.settings import to_argv
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
+
+_MAX_PLAIN = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +32,47 @@ class Programs:
 class Commands:
     """The command lines of one `quire serve`, whose sockets lie in `directory`.
 
+    Models have numbers, in the order of --model; the first one is 0.
+
     Attributes:
-        rendezvous_port: Port of the rendezvous of a model's ranks, if there are several.
+        rendezvous_ports: For each model, the port of the rendezvous of its ranks, if it has several.
         probe_keys: The file with the supervisor's key and the keys of --api-key, if the gateway requires keys.
-        pool_files: The file of each rank's KV pool; empty if pools end with their workers.
+        pool_files: For each model, the file of each rank's KV pool; empty if pools end with their workers.
+        memory_shares: For each model, its share of the available memory; by default all.
     """
 
     settings: ServeSettings
     programs: Programs
     directory: Path
-    rendezvous_port: int = 0
+    rendezvous_ports: Sequence[int] = ()
     probe_keys: Path | None = None
-    pool_files: Sequence[Path] = ()
+    pool_files: Sequence[Sequence[Path]] = ()
+    memory_shares: Sequence[float] = ()
 
-    def worker(self, rank: int) -> list[str]:
-        """The command line of a rank. Only the first rank serves the port of the metrics."""
-        values = self._values(
-            listen=self.worker_address(rank),
-            metrics_port=self.settings.worker_metrics_port if rank == 0 else None,
+    def worker(self, rank: int, model: int = 0) -> list[str]:
+        """The command line of a rank of a model. Only the first rank serves the port of the metrics."""
+        settings, files = self.of_model(model), self.pool_files[model : model + 1]
+        values = _values(
+            settings,
+            model=self.settings.served_models[model].source,
+            listen=self.worker_address(rank, model),
+            metrics_port=self._port_of(model, "worker_metrics_port") if rank == 0 else None,
             admin_port=None,
-            num_threads=self._num_threads(),
+            num_threads=_num_threads(settings),
             tensor_parallel_rank=rank,
-            tensor_parallel_address=f"127.0.0.1:{self.rendezvous_port}",
-            kv_cache_file=self.pool_files[rank] if self.pool_files else None,
+            tensor_parallel_address=f"127.0.0.1:{(*self.rendezvous_ports[model : model + 1], 0)[0]}",
+            kv_cache_file=files[0][rank] if files and files[0] else None,
+            memory_share=(*self.memory_shares[model : model + 1], None)[0],
         )
         return [*self.programs.worker, *to_argv(WorkerSettings, values)]
 
-    def scheduler(self) -> list[str]:
-        values = self._values(
-            listen=self.scheduler_address,
-            workers=tuple(self.worker_address(rank) for rank in self.ranks),
-            metrics_port=self.settings.scheduler_metrics_port,
+    def scheduler(self, model: int = 0) -> list[str]:
+        """The command line of a model's scheduler."""
+        values = _values(
+            self.of_model(model),
+            listen=self.scheduler_address_of(model),
+            workers=tuple(self.worker_address(rank, model) for rank in self.ranks(model)),
+            metrics_port=self._port_of(model, "scheduler_metrics_port"),
             admin_port=None,
         )
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
@@ -67,8 +80,13 @@ class Commands:
     def gateway(self, number: int, grpc_port: int, http_port: int) -> list[str]:
         """The command line of a gateway. All share the two ports; each has the next ports of metrics and channelz."""
         own_keys = () if self.probe_keys is None else (self.probe_keys,)
-        values = self._values(
-            schedulers=(self.scheduler_address,),
+        models = self.settings.served_models
+        addresses = [self.scheduler_address_of(model) for model in self.models]
+        named = [f"{model.name}={address}" for model, address in zip(models, addresses, strict=True)]
+        values = _values(
+            self.settings,
+            models=tuple(each.with_only(FLAGS_OF_MODELS) for each in self.settings.models) or None,
+            schedulers=tuple(named if len(models) > 1 else addresses),
             grpc_port=grpc_port,
             http_port=http_port,
             reuse_port=True,
@@ -83,31 +101,41 @@ class Commands:
         )
         return [*self.programs.gateway, *to_argv(GatewaySettings, values)]
 
-    def _values(self, **own: object) -> dict[str, object]:
-        shared = {field.name: getattr(self.settings, field.name) for field in dataclasses.fields(self.settings)}
-        # The settings contain the values of the file already.
-        return {**shared, **own, "config": None}
+    def of_model(self, model: int) -> ServeSettings:
+        """The settings of a model."""
+        return self.settings.of_model(self.settings.served_models[model])
 
-    def _num_threads(self) -> int | None:
-        """The number of threads of one worker. By default each of several workers would use all cores."""
-        size = self.settings.tensor_parallel_size
-        if self.settings.num_threads is not None or size == 1:
-            return self.settings.num_threads
-        num_cores = len(cores(os.sched_getaffinity(0))) or num_processors()
-        return max(min(num_cores, num_processors()) // size, 1)
+    def _port_of(self, model: int, name: str) -> int | None:
+        """The port of a model's metrics: its own, or the number of the model after the port that is given for all."""
+        port = getattr(self.of_model(model), name)
+        return port if port != getattr(self.settings, name) else _own_port(port, model)
 
     @property
-    def ranks(self) -> range:
-        """The workers that share the model."""
-        return range(self.settings.tensor_parallel_size)
+    def models(self) -> range:
+        """The numbers of the models."""
+        return range(len(self.settings.served_models))
+
+    def ranks(self, model: int = 0) -> range:
+        """The workers that share a model."""
+        return range(self.of_model(model).tensor_parallel_size)
 
     @property
     def gateways(self) -> range:
         """The gateways, which share their ports."""
         return range(self.settings.gateways)
 
-    def worker_address(self, rank: int) -> str:
-        return f"unix:{self.socket(worker_name(rank))}"
+    def worker_name(self, rank: int, model: int = 0) -> str:
+        return f"worker{self._suffix(model)}" + (f"-{rank}" if rank else "")
+
+    def scheduler_name(self, model: int = 0) -> str:
+        return f"scheduler{self._suffix(model)}"
+
+    def _suffix(self, model: int) -> str:
+        """What tells the processes of a model from those of the first one."""
+        return f"-{self.settings.served_models[model].name}" if model else ""
+
+    def worker_address(self, rank: int, model: int = 0) -> str:
+        return f"unix:{self.socket(self.worker_name(rank, model))}"
 
     def gateway_address(self, number: int) -> str:
         """The unix socket of one gateway, in addition to the shared ports."""
@@ -127,15 +155,37 @@ class Commands:
 
     @property
     def scheduler_address(self) -> str:
-        return f"unix:{self.socket('scheduler')}"
+        """The address of the first model's scheduler."""
+        return self.scheduler_address_of(0)
+
+    def scheduler_address_of(self, model: int) -> str:
+        return f"unix:{self.socket(self.scheduler_name(model))}"
 
     def socket(self, name: str) -> Path:
-        """The private address of the process with this name."""
-        return self.directory / f"{name}.sock"
+        """The private address of the process with this name. A name that is long or no file's is hashed: paths of
+        sockets are short."""
+        is_plain = len(name) <= _MAX_PLAIN and "/" not in name
+        return self.directory / f"{name if is_plain else hashlib.sha256(name.encode()).hexdigest()[:_MAX_PLAIN]}.sock"
 
 
 def worker_name(rank: int) -> str:
+    """The name of a worker of the first model."""
     return f"worker-{rank}" if rank else "worker"
+
+
+def _values(settings: ServeSettings, **own: object) -> dict[str, object]:
+    shared = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    # The settings contain the values of the file already.
+    return {**shared, **own, "config": None}
+
+
+def _num_threads(settings: ServeSettings) -> int | None:
+    """The number of threads of one worker. By default each of several ranks would use all cores."""
+    size = settings.tensor_parallel_size
+    if settings.num_threads is not None or size == 1:
+        return settings.num_threads
+    num_cores = len(cores(os.sched_getaffinity(0))) or num_processors()
+    return max(min(num_cores, num_processors()) // size, 1)
 
 
 def gateway_name(number: int) -> str:

@@ -1,6 +1,6 @@
 """Runs a command that dies with its parent.
 
-usage: python -I -S launch.py PARENT_PID COMMAND ARGUMENT...
+usage: python -I -S launch.py PARENT_PID NICENESS COMMAND ARGUMENT...
 
 A supervisor that is killed by SIGKILL cannot stop its children, so the kernel does it. This is a separate program, not
 a function between fork and exec, because the supervisor has threads. Only Linux has such a signal; elsewhere a killed
@@ -16,7 +16,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent_pid, command = int(sys.argv[1]), sys.argv[2:]
+    parent_pid, niceness, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    os.nice(niceness)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl was called

@@ -69,6 +69,7 @@ class ServiceSpec:
         environ: The child's environment.
         is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
             since and may change back, so the service is restarted.
+        niceness: What is added to the niceness of this process.
         on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
     """
@@ -78,6 +79,7 @@ class ServiceSpec:
     environ: Mapping[str, str]
     on_output: Callable[[str], None] | None = None
     is_proven: Callable[[], bool] = lambda: False
+    niceness: int = 0
 
 
 class SupervisedProcess:
@@ -191,7 +193,15 @@ class SupervisedProcess:
         """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
         try:
             self._process = child = await _Child.start(
-                [sys.executable, "-I", "-S", _LAUNCHER, str(os.getpid()), *self._spec.command()],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _LAUNCHER,
+                    str(os.getpid()),
+                    str(self._spec.niceness),
+                    *self._spec.command(),
+                ],
                 stdin=subprocess.DEVNULL,
                 # Without a reader it goes to our stderr: our stdout is for the ready line only.
                 stdout=pipes[1].write_end if len(pipes) > 1 else 2,

@@ -27,7 +27,8 @@ from quire.model_files.model_source import resolve_model
 from quire.rpc.address import AddressInUse, ReservedPort
 from quire.runtime.settings import ConfigurationError
 from quire.tracing import check_installed
-from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name, worker_name
+from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name
+from quire_cli.supervisor.models import check_memory, niceness_of, shares_of_memory
 from quire_cli.supervisor.process import RestartBackoff, ServiceSpec, SupervisedProcess, print_error
 from quire_cli.supervisor.settings import ServeSettings
 
@@ -84,7 +85,7 @@ class LocalServer:
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
         self._probe_key: str | None = None
-        self._pools: list[int] = []
+        self._pools: list[list[int]] = []
         self._not_listening = {gateway_name(number) for number in range(settings.gateways)}
         self._all_listen = asyncio.Event()
         self._has_served = asyncio.Event()
@@ -110,7 +111,8 @@ class LocalServer:
 
     def process(self, name: str) -> SupervisedProcess:
         """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway" (further ones
-        "gateway-1" and so on), once entered.
+        "gateway-1" and so on), once entered. Those of a further model have its name: "worker-NAME", "worker-NAME-1",
+        "scheduler-NAME".
 
         KeyError for another name.
         """
@@ -121,7 +123,9 @@ class LocalServer:
             self._commands = self._prepare()
             self._stages = self._make_processes(self._commands)
             gateways = "gateway" if self._settings.gateways == 1 else f"{self._settings.gateways} gateways"
-            self._report(f"starting worker, scheduler and {gateways}")
+            names = [each.name for each in self._settings.served_models]
+            of_models = f" of {', '.join(names)}" if len(names) > 1 else ""
+            self._report(f"starting worker, scheduler{of_models} and {gateways}")
             if self._settings.demo:
                 self._demo = self._listen_for_kills(self._commands)
             # Workers take longest, so they start first.
@@ -174,8 +178,9 @@ class LocalServer:
                 port.release()
             if self._directory is not None:
                 self._directory.remove()
-            while self._pools:
-                os.close(self._pools.pop())
+            for file in itertools.chain.from_iterable(self._pools):
+                os.close(file)
+            self._pools = []
 
     def signal(self, number: Signals) -> None:
         """Sends a signal to all running processes."""
@@ -207,9 +212,12 @@ class LocalServer:
         from quire_cli.supervisor.canary import wait_until_served
 
         commands = self._started()
+        served = self._settings.served_models
+        names = [self._settings.of_model(each).served_model_name or each.name for each in served]
+        names = names if len(served) > 1 else [None]
         for number in commands.gateways:
             address = commands.gateway_address(number)
-            await wait_until_served(address, self._probe_key, self._report, self._progress)
+            await wait_until_served(address, names, self._probe_key, self._report, self._progress)
 
     def _started(self) -> Commands:
         if self._commands is None:
@@ -225,6 +233,7 @@ class LocalServer:
     def _prepare(self) -> Commands:
         """Reserves the ports, directory and pools that must exist before the first process."""
         settings = self._settings
+        parts = [settings.of_model(model) for model in settings.served_models]
         check_servable(settings)
         wanted = {"grpc": (settings.grpc_host, settings.grpc_port), "http": (settings.http_host, settings.http_port)}
         for name, (host, port) in wanted.items():
@@ -237,23 +246,27 @@ class LocalServer:
         if settings.requires_keys:
             probe_keys = self._directory.path / "probe-keys.json"
             self._probe_key = _write_probe_key(probe_keys, settings.api_keys)
-        rendezvous_port = 0
-        if settings.tensor_parallel_size > 1:
-            # Kept reserved, since rank 0 listens only some seconds later, and again after each restart.
-            self._ports.append(ReservedPort.lend())
-            rendezvous_port = self._ports[-1].address.port
-        # A file in memory for the KV pool of each rank, which exists while this process holds it. It is empty until a
-        # worker puts its pool there.
-        if settings.persistent_kv_cache != "off" and hasattr(os, "memfd_create"):
-            self._pools = [os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(settings.tensor_parallel_size)]
+        rendezvous_ports = [0] * len(parts)
+        for number, part in enumerate(parts):
+            size, pools = part.tensor_parallel_size, list[int]()
+            if size > 1:
+                # Kept reserved, since rank 0 listens only some seconds later, and again after each restart.
+                self._ports.append(ReservedPort.lend())
+                rendezvous_ports[number] = self._ports[-1].address.port
+            # A file in memory for the KV pool of each rank, which exists while this process holds it. It is empty until
+            # a worker puts its pool there.
+            self._pools.append(pools)
+            if part.persistent_kv_cache != "off" and hasattr(os, "memfd_create"):
+                pools += [os.memfd_create("quire-kv", os.MFD_CLOEXEC) for _ in range(size)]
         return Commands(
             settings,
             self._programs,
             self._directory.path,
-            rendezvous_port=rendezvous_port,
+            rendezvous_ports=rendezvous_ports,
             probe_keys=probe_keys,
             # By these paths, processes of this user open them.
-            pool_files=[Path(f"/proc/{os.getpid()}/fd/{file}") for file in self._pools],
+            pool_files=[[Path(f"/proc/{os.getpid()}/fd/{file}") for file in pools] for pools in self._pools],
+            memory_shares=shares_of_memory(parts),
         )
 
     def _read_gateway_line(self, name: str, line: str) -> None:
@@ -310,19 +323,28 @@ class LocalServer:
             for number in commands.gateways
         ]
         # A second scheduler at its worker refuses, for good.
-        scheduler = ServiceSpec("scheduler", commands.scheduler, environ)
+        schedulers = [
+            ServiceSpec(commands.scheduler_name(model), partial(commands.scheduler, model), environ)
+            for model in commands.models
+        ]
+        niceness = niceness_of(commands.settings)
         # All ranks at once: a rank leaves when another one ends, and would be restarted if it were not being stopped.
         workers = [
             ServiceSpec(
-                worker_name(rank),
-                partial(commands.worker, rank),
+                commands.worker_name(rank, model),
+                partial(commands.worker, rank, model),
                 environ,
                 # Later refusals are often temporary: other processes have the memory, or a pool's last user still ends.
                 is_proven=self._has_served.is_set,
+                niceness=niceness[model],
             )
-            for rank in commands.ranks
+            for model in commands.models
+            for rank in commands.ranks(model)
         ]
-        stages = [gateways, [scheduler], workers]
+        stages = [gateways, schedulers, workers]
+        names = [spec.name for stage in stages for spec in stage]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ConfigurationError(f"two processes would be called {twice}; give a model another name: NAME=DIR")
         return [
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
             for stage in stages
@@ -441,7 +463,18 @@ def check_servable(settings: ServeSettings) -> None:
     if missing:
         raise ConfigurationError(f"not installed: {', '.join(missing)}; install quire-llm[all]")
     check_installed(settings.otlp_traces_endpoint)
-    model = resolve_model(settings.model)
+    parts = [settings.of_model(model) for model in settings.served_models]
+    for part in parts:
+        _check_model(part)
+    check_memory(parts)
+    _check_files(settings)
+    if settings.grpc_port and settings.grpc_port == settings.http_port:
+        raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")
+
+
+def _check_model(settings: ServeSettings) -> None:
+    """Checks one model with its settings. Raises ConfigurationError."""
+    model = resolve_model(settings.served_models[0].source)
     weight_files(model)
     is_native = settings.model_impl != "transformers"
     if not is_gguf(model):
@@ -450,6 +483,3 @@ def check_servable(settings: ServeSettings) -> None:
         described.tokenizer_json()
         is_native = is_native and described.architecture in SUPPORTED_ARCHITECTURES
     _check_adapters(settings, is_native)
-    _check_files(settings)
-    if settings.grpc_port and settings.grpc_port == settings.http_port:
-        raise ConfigurationError(f"--grpc-port and --http-port are both {settings.grpc_port}; they must differ")

@@ -1,19 +1,24 @@
 """The flags of `quire serve`: the flags of the three services, and how many of them to start."""
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Self
 
-from gateway.settings import GatewayFlags
+from gateway.settings import FLAGS_OF_MODELS, GatewayFlags
 from quire.runtime.logs import LOG_LEVELS
-from quire.runtime.settings import setting
-from quire.service.service_flags import DrainFlags, ModelFlags
+from quire.runtime.settings import overridden, setting
+from quire.service.model_flag import ModelFlag
+from quire.service.service_flags import DrainFlags, ServedModelsFlags, ServiceFlags
 from scheduler_svc.settings import SchedulerFlags
 from worker_svc.settings import WorkerFlags
 
 _LAST_PORT = 65535
+# Files, and addresses that a scheduler listens at.
+_OF_ONE_SCHEDULER = ("record", "trace_steps", "kv_events", "kv_events_replay")
 
 
 @dataclass(frozen=True)
-class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, DrainFlags):
+class ServeSettings(ServedModelsFlags, GatewayFlags, WorkerFlags, SchedulerFlags, DrainFlags):
     """Serves a model on this machine: starts worker, scheduler and gateway, and restarts processes that die."""
 
     gateways: int = setting(1, "gateway processes, which share the ports", minimum=1, maximum=64)
@@ -56,8 +61,20 @@ class ServeSettings(ModelFlags, GatewayFlags, WorkerFlags, SchedulerFlags, Drain
         choices=LOG_LEVELS,
     )
 
+    def of_model(self, model: ModelFlag) -> Self:
+        """The settings of one of the served models, with the values of its flags. Raises ConfigurationError."""
+        flags = {each.name for cls in (WorkerFlags, SchedulerFlags) for each in dataclasses.fields(cls)}
+        flags -= {each.name for each in dataclasses.fields(ServiceFlags)} | {"tenant_metrics"}
+        alone = dataclasses.replace(self, models=(dataclasses.replace(model, overrides=()),))
+        allowed = flags | {*FLAGS_OF_MODELS, "scheduler_metrics_port", "worker_metrics_port"}
+        return overridden(alone, model.overrides, allowed, source=f"--model {model.name}")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_only_by_model("served_model_name", "served_model_aliases", "adapters", *_OF_ONE_SCHEDULER)
+        for model in self.models:
+            if model.overrides:
+                self.of_model(model)
         highest = _LAST_PORT + 1 - self.gateways
         for flag, first in (("--gateway-metrics-port", self.gateway_metrics_port), ("--admin-port", self.admin_port)):
             if first and first > highest:

@@ -2,6 +2,7 @@
 ready.
 
 Asleep, no worker is attached, and the workers have released memory. All requests wait, as after the loss of a worker.
+A replica that has been idle for `--idle-unload` dozes: it sleeps, and is ready, since the next request wakes it.
 Draining, the replica refuses new requests for good and finishes the others, or hands them over to other replicas.
 """
 
@@ -10,7 +11,7 @@ import logging
 from collections.abc import Callable
 
 from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS, LoadProgress
-from quire.rpc.errors import Unavailable, Unimplemented
+from quire.rpc.errors import QuireError, Unavailable, Unimplemented
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from scheduler_svc.service.outbox import Readiness
@@ -36,9 +37,14 @@ class Lifecycle:
     """
 
     def __init__(
-        self, replica: Replica, tell_gateways: Callable[[Readiness], None], report_readiness: Callable[[bool], None]
+        self,
+        replica: Replica,
+        tell_gateways: Callable[[Readiness], None],
+        report_readiness: Callable[[bool], None],
+        idle_unload_s: float = 0.0,
     ) -> None:
-        """`report_readiness` is called whenever `is_ready` changes, and `tell_gateways` for other changes, too."""
+        """`report_readiness` is called whenever `is_ready` changes, and `tell_gateways` for other changes, too. After
+        `idle_unload_s` without a request the replica dozes; 0 is never."""
         self.loading: LoadProgress | None = None
         self.is_draining = False
         self.leave_after_s = 0.0
@@ -49,6 +55,11 @@ class Lifecycle:
         self._idle = asyncio.Event()
         self._idle.set()
         self._sleep_lock = asyncio.Lock()
+        self._idle_unload_s = idle_unload_s
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._falling_asleep: asyncio.Task[None] | None = None
+        # From the time when the workers begin to unload until they are attached again.
+        self._dozes = False
         self._has_no_weights = False
         self._detached, self._attached = asyncio.Event(), asyncio.Event()
         self._awake = asyncio.Event()
@@ -60,7 +71,7 @@ class Lifecycle:
     @property
     def is_ready(self) -> bool:
         """Whether gateways should send requests to this replica."""
-        return self._replica.is_attached and not self.is_draining
+        return (self._replica.is_attached or self._dozes) and not self.is_draining
 
     @property
     def readiness(self) -> Readiness:
@@ -80,14 +91,16 @@ class Lifecycle:
 
     def set_attached(self, is_attached: bool) -> None:
         """The workers were attached, or were lost or closed."""
-        was_ready = self.is_ready
+        was_ready, dozed = self.is_ready, self._dozes
         self._replica.is_attached = is_attached
         if is_attached:
             self.loading = None
+            self._dozes = False
             self._attached.set()
+            self._watch_idle()
         else:
             self._attached.clear()
-        if self.is_ready != was_ready:
+        if self.is_ready != was_ready or dozed != self._dozes:
             self._report()
 
     def set_loading(self, loading: LoadProgress | None) -> None:
@@ -105,8 +118,51 @@ class Lifecycle:
             self._idle.clear()
         else:
             self._idle.set()
+        self._watch_idle()
         if self.is_draining:
             self._tell_gateways(self.readiness)
+
+    def _watch_idle(self) -> None:
+        """The replica has become busy or idle, or was attached: wakes it from a doze, or begins to wait for one."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        if not self._idle_unload_s:
+            return
+        if not self._replica.is_busy:
+            self._idle_timer = asyncio.get_running_loop().call_later(self._idle_unload_s, self._begin_doze)
+        elif self._dozes and not self._sleep_lock.locked():
+            self._wake_from_doze()
+
+    def _begin_doze(self) -> None:
+        if self._replica.has_pins:
+            self._watch_idle()
+        elif self._replica.is_attached and not self.is_draining:
+            self._falling_asleep = asyncio.create_task(self._doze(), name="idle")
+
+    async def _doze(self) -> None:
+        self._dozes = True
+        try:
+            await self._sleep(discard_weights=True)
+        except QuireError as error:
+            _logger.warning("idle, but the memory stays: %s", error)
+            self._end_doze()
+        # A request may have come meanwhile.
+        if self._dozes and self._replica.is_busy:
+            self._wake_from_doze()
+
+    def _wake_from_doze(self) -> None:
+        _logger.info("a request ends the sleep of the idle replica")
+        self._end_sleep()
+        # If the workers do not come back, other replicas take the requests.
+        asyncio.get_running_loop().call_later(_LOAD_TIMEOUT_S, self._end_doze)
+
+    def _end_doze(self) -> None:
+        """From now on only attached workers make the replica ready."""
+        if self._dozes and not self.is_asleep:
+            self._dozes = False
+            if not self._replica.is_attached:
+                self._report()
 
     async def drain(self, timeout_s: float | None) -> int:
         """Refuses new requests from now on, reports that, and waits until the replica is idle: no request is live or
@@ -139,6 +195,13 @@ class Lifecycle:
             QuireError: no worker is attached, one cannot release memory, or this scheduler drains. Then requests
                 continue, unless an earlier call made them wait.
         """
+        await self._sleep(discard_weights=discard_weights)
+        if self._dozes:
+            # An operator's sleep ends by `wake_up` only.
+            self._dozes = False
+            self._report()
+
+    async def _sleep(self, *, discard_weights: bool) -> None:
         async with self._sleep_lock:
             self.check_not_draining()
             if self.is_asleep and (self._has_no_weights or not discard_weights):

@@ -150,6 +150,11 @@ class Replica:
         core = self.scheduler
         return bool(self._num_leaving or (core and (core.num_live or core.reservations[Kind.LEASE] or core.is_sealing)))
 
+    @property
+    def has_pins(self) -> bool:
+        """Whether a prefix is pinned."""
+        return self.scheduler is not None and bool(self.scheduler.reservations[Kind.PIN])
+
     def wake_after(self, seconds: float) -> None:
         """Wakes the step loop at that time: the core checks times only when it plans a step."""
         asyncio.get_running_loop().call_later(seconds + _AFTER_TIMER_S, self.wake.set)

@@ -121,7 +121,7 @@ class StepLoop:
         self.replica = Replica(
             settings, requests, metrics, spans, self.watchers, lambda: self.lifecycle.update_busy(), tls
         )
-        self.lifecycle = Lifecycle(self.replica, requests.report_readiness, report_readiness)
+        self.lifecycle = Lifecycle(self.replica, requests.report_readiness, report_readiness, settings.idle_unload)
         self._max_steps_in_flight = settings.max_steps_in_flight
         self._requests = requests
         self._metrics = metrics

@@ -19,6 +19,7 @@ from quire.constraints.check_process import check
 from quire.constraints.matcher import Template, Vocabulary
 from quire.constraints.tokens import Encode, tokenizer_encode
 from quire.model_files.model_directory import ModelDirectory
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 from tests.real.models import NAMES, real_model
 from tests.support.constraints import mask_of, write
@@ -138,7 +139,9 @@ async def test_a_server_writes_calls_and_texts_with_added_tokens_of_qwen3(monkey
         "max_tokens": 60,
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    settings = ServeSettings(model=str(real_model("qwen3")), grpc_port=0, http_port=0, dtype="float32")
+    settings = ServeSettings(
+        models=(ModelFlag(None, str(real_model("qwen3"))),), grpc_port=0, http_port=0, dtype="float32"
+    )
     async with LocalServer(settings) as server:
         await server.wait_ready()
         async with httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=120) as client:

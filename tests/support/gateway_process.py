@@ -18,6 +18,7 @@ from gateway.settings import GatewaySettings
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2_grpc, prefix_pb2_grpc
 from quire.rpc.errors import InvalidArgument, QuireError, from_rpc_error
 from tests.support.fake_scheduler import FakeScheduler
+from tests.support.model_flags import with_models
 
 GENERATION = "/quire.gateway.v1.GenerationService/"
 
@@ -51,7 +52,7 @@ async def running_gateway(
     """Runs a gateway, connected to its schedulers, until the block ends. `settings` have the addresses of real
     schedulers, to which it may not be connected yet. `resolver` gives addresses of names."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
-    values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | settings
+    values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | with_models(settings)
     gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)
     serving = asyncio.create_task(gateway.run())
     channel = grpc.aio.insecure_channel(gateway.grpc_address)

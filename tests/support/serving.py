@@ -15,6 +15,7 @@ from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs, worker_name
 from tests.support.forks import SERVICES, WORKER, forked
+from tests.support.model_flags import with_models
 from tests.support.scheduler_process import until, wait_nothing_in_use
 
 
@@ -96,7 +97,8 @@ async def serving(
     A worker has one thread unless `settings` say otherwise: several tests run at once, and the threads of a small
     model mostly wait for each other.
     """
-    values = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0} | settings
+    own = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0}
+    values = own | with_models(settings)
     async with LocalServer(ServeSettings(**values), programs=programs or forked_programs()) as server:
         await server.wait_ready()
         async with (

@@ -28,7 +28,7 @@ from gateway.request.generator import Generator, Result
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
 from gateway.text.formats.scanning import write_json
-from gateway.types import RequestOptions
+from gateway.types import ModelKind, RequestOptions
 from quire.runtime import entropy
 
 _PATH = "/v1/messages"
@@ -204,22 +204,24 @@ class MessageCall(Call):
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front."""
-    generator, body_limits, keep_alive_s = context.generator, context.body_limits, context.keep_alive_s
-    model, texts = generator.model.name, TextService(generator)
+    models, body_limits, keep_alive_s = context.models, context.body_limits, context.keep_alive_s
+    texts = TextService(models)
 
     async def create(request: Request) -> Response:
         """Answers a conversation."""
         if (last := last_event_id(request)) is not None:
             read_back = partial(MessageCall.read_back, rule=body_limits.rule)
-            return resumed(generator, last, read_back, keep_alive_s, ANTHROPIC)
+            return resumed(models, last, read_back, keep_alive_s, ANTHROPIC)
         body = await parse(MessageBody, await read_body(request, body_limits), body_limits)
-        return respond(generator, MessageCall(body, body.model or model, body_limits.rule), keep_alive_s)
+        generator = models.of(body.model, ModelKind.TEXT)
+        call = MessageCall(body, body.model or generator.model.name, body_limits.rule)
+        return respond(generator, call, keep_alive_s)
 
     async def count_tokens(request: Request) -> answers.MessageTokens:
         """The number of tokens of a conversation's prompt."""
         body = await parse(TokensBody, await read_body(request, body_limits), body_limits)
         conversation = conversation_of(body)
-        is_told = _is_told_to_think(generator, body_limits.rule, body)
+        is_told = _is_told_to_think(models.of(body.model, ModelKind.TEXT), body_limits.rule, body)
         prompt = prompt_of(body, conversation, is_told_to_think=is_told)
         with renaming(lambda: names_of(body, conversation)):
             tokenized = await texts.tokenize(body.model or None, prompt, add_special_tokens=False)

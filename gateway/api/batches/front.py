@@ -60,7 +60,7 @@ def open_front(context: FrontContext) -> Front:
     # A separate memory limit, so that batches take no memory from callers that wait for an answer.
     max_bytes = settings.max_total_body_bytes // 4
     batches = Batches(
-        context.generator,
+        context.models,
         BatchStore(settings.batch_dir, context.gateway_id, settings.max_batch_dir_bytes),
         context.authenticator,
         call_readers,

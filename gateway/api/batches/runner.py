@@ -34,8 +34,7 @@ from gateway.auth.caller import LOWEST_PRIORITY, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.request.counting import EntryLimits, check_values
-from gateway.request.generator import Generator
-from gateway.request.validation import wrong_model
+from gateway.request.models import Models
 from gateway.sqlite import NotOwnerError
 from quire.model_files.progress import shown_bytes
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError, Unavailable
@@ -104,7 +103,7 @@ class Batches(LeasedRuns[BatchRow, _Run]):
 
     def __init__(
         self,
-        generator: Generator,
+        models: Models,
         store: BatchStore,
         authenticator: Authenticator,
         call_readers: Mapping[str, CallReader],
@@ -116,7 +115,7 @@ class Batches(LeasedRuns[BatchRow, _Run]):
     ) -> None:
         """`call_readers` read the bodies of requests, by the path of the endpoint. At most `concurrency` requests run
         at once, and only while `memory` has room for their bodies."""
-        super().__init__(store, generator, "batches")
+        super().__init__(store, models, "batches")
         self.store = store
         self.limits = limits
         self._authenticator = authenticator
@@ -185,7 +184,7 @@ class Batches(LeasedRuns[BatchRow, _Run]):
                 lines, errors = await asyncio.to_thread(
                     read_lines,
                     *(path, row.endpoint, self.limits),
-                    lambda model: wrong_model(model, self._generator.adapters.visible(caller, model)),
+                    self._models.violation,
                 )
             except NotFound as error:
                 lines, errors = [], [LineError(None, error.reason.lower(), error.message)]
@@ -227,8 +226,8 @@ class Batches(LeasedRuns[BatchRow, _Run]):
             held.add(line.size)
             message_memory.set(held)
             body = await asyncio.to_thread(body_of, self.store.files.path_of(row.input_file), line)
-            call = await self._call_readers[row.endpoint](body)
-            return call.id, await whole_answer(self._generator, call, LOWEST_PRIORITY), None
+            generator, call = await self._call_readers[row.endpoint](body)
+            return call.id, await whole_answer(generator, call, LOWEST_PRIORITY), None
         except Exception as error:
             failed = error_answer(error)
             return "" if call is None else call.id, b"", failed
@@ -241,7 +240,7 @@ class Batches(LeasedRuns[BatchRow, _Run]):
             now = clock.monotonic()
             if now - self._looked_at >= _LOOK_S:
                 self._looked_at = now
-                loads = await self._generator.replicas.calls.loads(self._gateway_id)
+                loads = await self._models.loads(self._gateway_id)
                 self._others_wait = any(load.num_waiting for load in loads.values())
             if not self._others_wait:
                 return

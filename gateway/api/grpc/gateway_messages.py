@@ -176,7 +176,7 @@ def stream_response(kind: type[StreamResponse], request_id: str, model: str, eve
             )
 
 
-_NOT_OF_WELCOME = {"scheduler_address", "connected", "loading", "role"}
+_NOT_OF_WELCOME = {"scheduler_address", "model", "connected", "loading", "role"}
 
 
 def limits_message(limits: Limits) -> model_pb2.Limits:
@@ -186,11 +186,14 @@ def limits_message(limits: Limits) -> model_pb2.Limits:
 
 
 def replica_message(
-    address: str, connected: bool, welcome: Welcome | None, loading: LoadProgress | None
+    address: str, model: str, connected: bool, welcome: Welcome | None, loading: LoadProgress | None
 ) -> model_pb2.Replica:
     """The description of a replica; `welcome` is None if it was never reached."""
     replica = model_pb2.Replica(
-        scheduler_address=address, connected=connected, loading=None if loading is None else loading.message()
+        scheduler_address=address,
+        model=model,
+        connected=connected,
+        loading=None if loading is None else loading.message(),
     )
     if welcome is not None:
         names = {each.name for each in model_pb2.Replica.DESCRIPTOR.fields} - _NOT_OF_WELCOME

@@ -29,13 +29,12 @@ from gateway.replicas.live import LiveRequest
 from gateway.request.adapter_names import ServedAdapter
 from gateway.request.answer_memory import AS_MESSAGE, STREAMED
 from gateway.request.generator import REFUSAL_S, Generator, Result, answer, answer_event
+from gateway.request.models import Models
 from gateway.request.text_service import TextService
-from gateway.request.validation import check_model
 from gateway.types import RequestOptions, optional
 from quire.gateway.v1 import embedding_pb2, model_pb2, prefix_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest, PinPrefixResponse, UnpinPrefixRequest, UnpinPrefixResponse
-from quire.rpc.errors import NotFound
 from quire.rpc.interceptors import REQUEST_ID_HEADER
 from quire.version import VERSION
 
@@ -48,11 +47,11 @@ _PATIENCE_S = 2.0
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front."""
-    generator = context.generator
-    texts = TextService(generator)
+    models = context.models
+    texts = TextService(models)
     services = {
-        pb.DESCRIPTOR.services_by_name["GenerationService"]: GenerationServicer(generator, texts),
-        model_pb2.DESCRIPTOR.services_by_name["ModelService"]: ModelServicer(generator, context.gateway_id),
+        pb.DESCRIPTOR.services_by_name["GenerationService"]: GenerationServicer(models, texts),
+        model_pb2.DESCRIPTOR.services_by_name["ModelService"]: ModelServicer(models, context.gateway_id),
         prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]: PrefixServicer(texts),
         embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]: EmbeddingServicer(generator),
     }
@@ -60,8 +59,8 @@ def open_front(context: FrontContext) -> Front:
 
 
 class GenerationServicer:
-    def __init__(self, generator: Generator, texts: TextService) -> None:
-        self._generator = generator
+    def __init__(self, models: Models, texts: TextService) -> None:
+        self._models = models
         self._texts = texts
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
@@ -87,13 +86,14 @@ class GenerationServicer:
     async def ResumeStream(
         self, request: pb.ResumeStreamRequest, context: Context
     ) -> AsyncIterator[pb.ResumeStreamResponse]:
-        async with self._generator.resume(request.request_id, client_offsets(request)) as live:
+        generator = await self._models.holding(request.request_id)
+        async with generator.resume(request.request_id, client_offsets(request)) as live:
             await context.send_initial_metadata(((REQUEST_ID_HEADER, request.request_id),))
-            async for response in self._responses(pb.ResumeStreamResponse, live, live.events()):
+            async for response in _responses(pb.ResumeStreamResponse, generator.name_of(live), live, live.events()):
                 yield response
 
     async def Cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelResponse:
-        await self._generator.cancel(request.request_id)
+        await self._models.cancel(request.request_id)
         return pb.CancelResponse()
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -113,36 +113,38 @@ class GenerationServicer:
         return pb.DetokenizeResponse(text=text)
 
     async def _respond(self, kind: type[Response], options: RequestOptions) -> Response:
-        with self._generator.call_memory(AS_MESSAGE) as memory:
-            async with self._generator.run(options, memory=memory) as live:
-                return await answer([live], partial(self._whole, kind, live))
-
-    def _whole(self, kind: type[Response], live: LiveRequest, results: Sequence[Result]) -> Response:
-        ((sequences, usage),) = results
-        return generated_response(
-            kind, live.request.request_id, self._generator.name_of(live), sequences, usage, live.prompt_logprobs
-        )
+        generator = self._models.of(options.model, options.kind)
+        with generator.call_memory(AS_MESSAGE) as memory:
+            async with generator.run(options, memory=memory) as live:
+                return await answer([live], partial(_whole, kind, generator.name_of(live), live))
 
     async def _stream(
         self, kind: type[StreamResponse], options: RequestOptions, context: Context
     ) -> AsyncGenerator[StreamResponse, None]:
-        with self._generator.call_memory(STREAMED) as memory:
-            async with self._generator.run(options, memory=memory) as live:
+        generator = self._models.of(options.model, options.kind)
+        with generator.call_memory(STREAMED) as memory:
+            async with generator.run(options, memory=memory) as live:
                 if options.durable:
                     await context.send_initial_metadata(((REQUEST_ID_HEADER, live.request.request_id),))
                     events = live.events()
                 else:
                     events = _with_headers(live.events(), context)
-                async for response in self._responses(kind, live, events):
+                async for response in _responses(kind, generator.name_of(live), live, events):
                     yield response
 
-    async def _responses(
-        self, kind: type[StreamResponse], live: LiveRequest, events: AsyncIterator[Event]
-    ) -> AsyncIterator[StreamResponse]:
-        request_id, name = live.request.request_id, self._generator.name_of(live)
-        async for event in events:
-            make = partial(stream_response, kind, request_id, name, event)
-            yield await answer_event(live, event, make)
+
+def _whole(kind: type[Response], name: str, live: LiveRequest, results: Sequence[Result]) -> Response:
+    ((sequences, usage),) = results
+    return generated_response(kind, live.request.request_id, name, sequences, usage, live.prompt_logprobs)
+
+
+async def _responses(
+    kind: type[StreamResponse], name: str, live: LiveRequest, events: AsyncIterator[Event]
+) -> AsyncIterator[StreamResponse]:
+    request_id = live.request.request_id
+    async for event in events:
+        make = partial(stream_response, kind, request_id, name, event)
+        yield await answer_event(live, event, make)
 
 
 async def _with_headers(events: AsyncIterator[Event], context: Context) -> AsyncIterator[Event]:
@@ -163,57 +165,48 @@ async def _with_headers(events: AsyncIterator[Event], context: Context) -> Async
 
 
 class ModelServicer:
-    def __init__(self, generator: Generator, gateway_id: str) -> None:
-        self._generator = generator
-        self._model = generator.model
-        self._adapters = generator.adapters
+    def __init__(self, models: Models, gateway_id: str) -> None:
+        self._models = models
         self._gateway_id = gateway_id
 
     async def ListModels(self, request: model_pb2.ListModelsRequest, context: Context) -> model_pb2.ListModelsResponse:
-        names = self._adapters.names(current_caller())
-        return model_pb2.ListModelsResponse(models=[await self._describe(name) for name in names])
+        caller = current_caller()
+        named = [(each, name) for each in self._models for name in each.adapters.names(caller)]
+        return model_pb2.ListModelsResponse(models=[await _described(*each) for each in named])
 
     async def GetModel(self, request: model_pb2.GetModelRequest, context: Context) -> model_pb2.GetModelResponse:
-        check_model(request.model, self._adapters.visible(current_caller(), request.model), NotFound)
-        return model_pb2.GetModelResponse(model=await self._describe(request.model))
+        return model_pb2.GetModelResponse(model=await _described(self._models.named(request.model), request.model))
 
     async def LoadAdapter(
         self, request: model_pb2.LoadAdapterRequest, context: Context
     ) -> model_pb2.LoadAdapterResponse:
-        served = await self._adapters.load(
+        generator = self._models.for_adapter(request.name, "name")
+        served = await generator.adapters.load(
             request.name,
             request.directory,
             replace=request.replace,
             name_field="name",
             directory_field="directory",
         )
-        return model_pb2.LoadAdapterResponse(adapter=self._adapter(served))
+        return model_pb2.LoadAdapterResponse(adapter=_adapter(generator, served))
 
     async def UnloadAdapter(
         self, request: model_pb2.UnloadAdapterRequest, context: Context
     ) -> model_pb2.UnloadAdapterResponse:
-        self._adapters.unload(request.name, name_field="name")
+        self._models.with_adapter(request.name).adapters.unload(request.name, name_field="name")
         return model_pb2.UnloadAdapterResponse()
 
     async def ListAdapters(
         self, request: model_pb2.ListAdaptersRequest, context: Context
     ) -> model_pb2.ListAdaptersResponse:
-        return model_pb2.ListAdaptersResponse(adapters=map(self._adapter, self._adapters.listed(current_caller())))
-
-    def _adapter(self, served: ServedAdapter) -> model_pb2.Adapter:
-        named = served.named
-        return model_pb2.Adapter(
-            name=named.name,
-            parent=self._model.name,
-            digest=named.digest.hex(),
-            rank=served.rank,
-            directory=named.directory if current_caller().access.is_operator else "",
-        )
+        caller = current_caller()
+        adapters = [_adapter(each, served) for each in self._models for served in each.adapters.listed(caller)]
+        return model_pb2.ListAdaptersResponse(adapters=adapters)
 
     async def GetServerInfo(
         self, request: model_pb2.GetServerInfoRequest, context: Context
     ) -> model_pb2.GetServerInfoResponse:
-        limits = await self._generator.limits(_PATIENCE_S)
+        limits = await self._models.default.limits(_PATIENCE_S)
         return model_pb2.GetServerInfoResponse(
             version=VERSION,
             gateway_id=self._gateway_id,
@@ -223,23 +216,36 @@ class ModelServicer:
 
     def _replicas(self) -> list[model_pb2.Replica]:
         return [
-            replica_message(address, link.is_connected, link.welcome, link.loading)
-            for address, link in self._generator.replicas.links.items()
+            replica_message(address, each.model.name, link.is_connected, link.welcome, link.loading)
+            for each in self._models
+            for address, link in each.replicas.links.items()
         ]
 
-    async def _describe(self, name: str) -> model_pb2.Model:
-        limits = await self._generator.limits(_PATIENCE_S)
-        welcome = self._generator.replicas.welcomes[0]
-        return model_pb2.Model(
-            name=name,
-            architecture=self._model.architecture,
-            dtype=welcome.dtype,
-            vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
-            eos_token_ids=self._model.eos_token_ids,
-            has_chat_template=self._model.chat.template is not None,
-            parent=self._adapters.parent_of(name),
-        )
+
+def _adapter(generator: Generator, served: ServedAdapter) -> model_pb2.Adapter:
+    named = served.named
+    return model_pb2.Adapter(
+        name=named.name,
+        parent=generator.model.name,
+        digest=named.digest.hex(),
+        rank=served.rank,
+        directory=named.directory if current_caller().access.is_operator else "",
+    )
+
+
+async def _described(generator: Generator, name: str) -> model_pb2.Model:
+    limits, model = await generator.limits(_PATIENCE_S), generator.model
+    welcome = generator.replicas.welcomes[0]
+    return model_pb2.Model(
+        name=name,
+        architecture=model.architecture,
+        dtype=welcome.dtype,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        has_chat_template=model.chat.template is not None,
+        parent=generator.adapters.parent_of(name),
+    )
 
 
 class PrefixServicer:

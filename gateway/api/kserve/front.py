@@ -150,7 +150,7 @@ class InferenceError(TypedDict):
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front. All routes need a key if the gateway has keys, like the gRPC methods."""
-    servicer = KServeServicer(context.generator, context.body_limits.rule)
+    servicer = KServeServicer(context.models, context.body_limits.rule)
     return Front(
         routes=_routes(_KServeRoutes(servicer, context.body_limits, context.keep_alive_s)),
         servicers={_SERVICE: servicer},

@@ -31,7 +31,7 @@ from gateway.replicas.events import Chunk, Completed, Finished
 from gateway.request.answer_memory import AS_TENSORS, STREAMED
 from gateway.request.body_memory import keep_memory
 from gateway.request.generator import Generator, answer, running
-from gateway.request.validation import wrong_model
+from gateway.request.models import Models
 from gateway.request.violations import renamed, shortened
 from gateway.types import ModelKind, RequestOptions
 from quire.inference import open_inference_pb2 as pb
@@ -67,21 +67,20 @@ class KServeServicer:
     """The service; protos/inference/open_inference.proto specifies each method. Methods that are also served over HTTP
     do not need a context."""
 
-    def __init__(self, generator: Generator, rule: FieldRule | None = None) -> None:
+    def __init__(self, models: Models, rule: FieldRule | None = None) -> None:
         """`rule` decides about unknown parameters."""
         self.rule = FieldRule() if rule is None else rule
-        self._generator = generator
-        self._model_name = generator.model.name
+        self._models = models
 
     async def ServerLive(self, request: pb.ServerLiveRequest, context: Context | None) -> pb.ServerLiveResponse:
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(self, request: pb.ServerReadyRequest, context: Context | None) -> pb.ServerReadyResponse:
-        return pb.ServerReadyResponse(ready=self._generator.is_ready)
+        return pb.ServerReadyResponse(ready=self._models.is_ready)
 
     async def ModelReady(self, request: pb.ModelReadyRequest, context: Context | None) -> pb.ModelReadyResponse:
-        is_served = wrong_model(request.name, self._visible_name(request.name)) is None and _is_version(request.version)
-        return pb.ModelReadyResponse(ready=is_served and self._generator.is_ready)
+        is_served = self._models.violation(request.name) is None and _is_version(request.version)
+        return pb.ModelReadyResponse(ready=is_served and self._models.named(request.name).is_ready)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context | None
@@ -114,8 +113,10 @@ class KServeServicer:
             self._check_target(request.name, request.version)
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
-        if self._visible_name(self._model_name) is not None:
-            response.model_stats.append(_model_statistics(self._model_name, self._generator.metrics.statistics))
+        for each in [self._models.named(request.name)] if request.name else self._models:
+            name = each.model.name
+            if each.adapters.visible(current_caller(), name) is not None:
+                response.model_stats.append(_model_statistics(name, each.metrics.statistics))
         return response
 
     async def RepositoryIndex(
@@ -124,11 +125,12 @@ class KServeServicer:
         if request.repository_name:
             shown = shortened(request.repository_name)
             raise NotFound(f'repository_name is "{shown}"; the one repository has no name')
-        is_ready = self._generator.is_ready
         response = pb.RepositoryIndexResponse()
-        state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
-        for name in self._generator.adapters.names(current_caller()) if is_ready or not request.ready else ():
-            response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
+        for each in self._models:
+            is_ready = each.is_ready
+            state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", "no request would run at once")
+            for name in each.adapters.names(current_caller()) if is_ready or not request.ready else ():
+                response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
     def check_generates(self) -> None:
@@ -174,25 +176,27 @@ class KServeServicer:
                 async for response in responses:
                     yield response
         except QuireError as error:
-            yield error_response(self._model_name, request.id, error.message)
+            yield error_response(self._models.default.model.name, request.id, error.message)
         except Exception:
             _logger.exception("a request of a stream failed unexpectedly")
             message = "an unexpected error; the server's log has details"
-            yield error_response(self._model_name, request.id, message)
+            yield error_response(self._models.default.model.name, request.id, message)
 
     async def _whole(self, inference: Inference) -> pb.ModelInferResponse:
         """Runs all prompts at once; if one fails, the others are aborted."""
-        responder = self._responder(inference)
-        with self._generator.call_memory(AS_TENSORS) as memory:
-            async with running(self._generator, inference.options, partial(_refusal, inference), memory) as live:
+        generator = self._generator_of(inference)
+        responder = _responder(generator, inference)
+        with generator.call_memory(AS_TENSORS) as memory:
+            async with running(generator, inference.options, partial(_refusal, inference), memory) as live:
                 return await answer(live, responder.whole)
 
     async def _pieces(self, inference: Inference) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """The text in pieces, then a last response without text, with the finish reason."""
-        responder = self._responder(inference)
+        generator = self._generator_of(inference)
+        responder = _responder(generator, inference)
         finished: Finished | None = None
-        with self._generator.call_memory(STREAMED) as memory:
-            async with running(self._generator, inference.options, partial(_refusal, inference), memory) as (live,):
+        with generator.call_memory(STREAMED) as memory:
+            async with running(generator, inference.options, partial(_refusal, inference), memory) as (live,):
                 async for event in live.events():
                     match event:
                         case Chunk():
@@ -203,19 +207,20 @@ class KServeServicer:
                             assert finished is not None, "a request completes when its sequences have finished"
                             yield responder.last(finished, usage)
 
-    def _responder(self, inference: Inference) -> Responder:
-        return Responder(
-            inference.options[0].model or self._model_name, inference, self._generator.model.tokenizer.token_texts
-        )
+    def _generator_of(self, inference: Inference) -> Generator:
+        options = inference.options[0]
+        return self._models.of(options.model, options.kind)
 
     def _check_target(self, name: str, version: str, prefix: str = "") -> None:
         """Raises NotFound for another model or another version. `prefix` begins the names of their fields."""
-        if (violation := wrong_model(name, self._visible_name(name))) is not None:
+        if (violation := self._models.violation(name)) is not None:
             raise NotFound(f"{prefix}name {violation.description}", reason="MODEL_NOT_FOUND")
         _check_version(f"{prefix}version", version)
 
-    def _visible_name(self, named: str) -> str | None:
-        return self._generator.adapters.visible(current_caller(), named)
+
+def _responder(generator: Generator, inference: Inference) -> Responder:
+    model = generator.model
+    return Responder(inference.options[0].model or model.name, inference, model.tokenizer.token_texts)
 
 
 def _refusal(inference: Inference, position: int, error: QuireError) -> QuireError:

@@ -42,13 +42,14 @@ from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator
 from gateway.request.limits import MAX_REQUEST_ID_LENGTH
+from gateway.request.models import Models
 from gateway.request.text_service import TextService
 from gateway.request.validation import check_model
 from gateway.request.violations import renaming
 from gateway.text.fill_in import fill_in_prompt
 from gateway.text.tokenizer import Tokenizer
 from gateway.turns import Turns
-from gateway.types import ChatPrompt, Prompt, RequestOptions, TextPrompt
+from gateway.types import ChatPrompt, ModelKind, Prompt, RequestOptions, TextPrompt
 from quire.rpc.errors import NotFound, invalid_field
 from quire.runtime import clock, entropy
 
@@ -207,28 +208,30 @@ def _check_shared_id(request_id: str | None, num_prompts: int) -> None:
 
 def open_front(context: FrontContext) -> Front:
     """Opens the front."""
-    generator, limits, rule = context.generator, context.body_limits, context.body_limits.rule
-    model = generator.model.name
+    models, limits, rule = context.models, context.body_limits, context.body_limits.rule
 
-    async def read_completion(data: bytes) -> CompletionCall:
+    async def read_completion(data: bytes) -> tuple[Generator, CompletionCall]:
         body = await parse(CompletionBody, data, limits)
+        generator = models.of(body.model, ModelKind.TEXT)
         _note_unlimited(generator, rule, body)
-        return CompletionCall(body, body.model or model)
+        return generator, CompletionCall(body, body.model or generator.model.name)
 
-    async def read_chat(data: bytes) -> ChatCall:
+    async def read_chat(data: bytes) -> tuple[Generator, ChatCall]:
         body = await parse(ChatBody, data, limits)
+        generator = models.of(body.model, ModelKind.TEXT)
         _note_unlimited(generator, rule, body)
         body = _without_unread_switch(generator, rule, body)
-        return ChatCall(body, body.model or model)
+        return generator, ChatCall(body, body.model or generator.model.name)
 
-    async def read_embeddings(data: bytes) -> EmbeddingsCall:
+    async def read_embeddings(data: bytes) -> tuple[Generator, EmbeddingsCall]:
         body = await parse(EmbeddingsBody, data, limits)
-        return EmbeddingsCall(body, body.model or model)
+        generator = models.of(body.model, ModelKind.VECTORS)
+        return generator, EmbeddingsCall(body, body.model or generator.model.name)
 
     async def answered(request: Request, read_call: CallReader, read_back: Callable[[LiveRequest], Call]) -> Response:
         if (last := last_event_id(request)) is not None:
-            return resumed(generator, last, read_back, context.keep_alive_s, OPENAI)
-        return respond(generator, await read_call(await read_body(request, limits)), context.keep_alive_s)
+            return resumed(models, last, read_back, context.keep_alive_s, OPENAI)
+        return respond(*await read_call(await read_body(request, limits)), context.keep_alive_s)
 
     async def completions(request: Request) -> Response:
         """Continues one or several prompts."""
@@ -240,17 +243,19 @@ def open_front(context: FrontContext) -> Front:
 
     async def embeddings(request: Request) -> Response:
         """The vectors of texts."""
-        return respond(generator, await read_embeddings(await read_body(request, limits)), context.keep_alive_s)
+        return respond(*await read_embeddings(await read_body(request, limits)), context.keep_alive_s)
 
     async def rerank(request: Request) -> Response:
         """The order of documents for a query."""
         body = await parse(RerankBody, await read_body(request, limits), limits)
-        return respond(generator, RerankCall(body, body.model or model), context.keep_alive_s)
+        generator = models.of(body.model, ModelKind.SCORES)
+        return respond(generator, RerankCall(body, body.model or generator.model.name), context.keep_alive_s)
 
     async def score(request: Request) -> Response:
         """The scores of pairs of texts."""
         body = await parse(ScoreBody, await read_body(request, limits), limits)
-        return respond(generator, ScoreCall(body, body.model or model), context.keep_alive_s)
+        generator = models.of(body.model, ModelKind.SCORES)
+        return respond(generator, ScoreCall(body, body.model or generator.model.name), context.keep_alive_s)
 
     return Front(
         routes=[
@@ -264,7 +269,7 @@ def open_front(context: FrontContext) -> Front:
             ),
             ApiRoute(_CHATS, chat_completions, method="POST", body=ChatBody, answer=ChatCompletion, events=ChatEvent),
             ApiRoute(_EMBEDDINGS, embeddings, method="POST", body=EmbeddingsBody, answer=Embeddings),
-            *_text_routes(generator, limits),
+            *_text_routes(models, limits),
             *(ApiRoute(path, rerank, method="POST", body=RerankBody, answer=Reranked) for path in _RERANKS),
             ApiRoute(_SCORES, score, method="POST", body=ScoreBody, answer=Scores),
         ],
@@ -291,8 +296,8 @@ def _without_unread_switch(generator: Generator, rule: FieldRule, body: ChatBody
     return body.model_copy(update={"enable_thinking": None})
 
 
-def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute]:
-    texts = TextService(generator)
+def _text_routes(models: Models, body_limits: BodyLimits) -> list[ApiRoute]:
+    texts = TextService(models)
 
     async def tokenize(request: Request) -> Response:
         """The tokens of a prompt or a conversation."""
@@ -319,7 +324,8 @@ def _text_routes(generator: Generator, body_limits: BodyLimits) -> list[ApiRoute
 
     async def tokenizer_info(request: Request) -> AnyObject:
         """The tokenizer's configuration and the chat template, in the form of tokenizer_config.json."""
-        model = generator.model
+        named = request.query_params.get("model")
+        model = (models.of(None) if named is None else models.named(named)).model
         check_model(model.name, current_caller().visible(model.name), NotFound)
         config = {name: _plain(value) for name, value in model.tokenizer_config.items() if name not in _NOT_SHOWN}
         config.setdefault("tokenizer_class", _TOKENIZER_CLASS)

@@ -37,12 +37,12 @@ from gateway.replicas.events import Chunk, Completed, Event, TokenRun
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
 from gateway.request.body_memory import count_answer, keep_memory
-from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.request.parameters import CallParameters
 from gateway.request.violations import renaming
 from gateway.sqlite import NotOwnerError
 from gateway.turns import TOKENS_PER_TURN, Turns
-from gateway.types import ChatMessage
+from gateway.types import ChatMessage, ModelKind
 from quire.rpc.errors import Internal, NotFound, QuireError, Unauthenticated, Unavailable, invalid_field
 from quire.runtime import entropy
 from quire.runtime.failpoint import failpoint
@@ -82,13 +82,13 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
 
     def __init__(
         self,
-        generator: Generator,
+        models: Models,
         store: BackgroundStore,
         authenticator: Authenticator,
         read_call: Callable[[bytes, str], ResponseCall],
     ) -> None:
         """`read_call` restores a call from its stored data and its id."""
-        super().__init__(store, generator, "background responses")
+        super().__init__(store, models, "background responses")
         self._store = store
         self._authenticator = authenticator
         self._read_call = read_call
@@ -101,7 +101,7 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
             QuireError: the response is rejected and does not run. The error has the names of fields in the body.
         """
         caller = current_caller()
-        with self._generator.arriving():
+        with self._models.default.arriving():
             row = Background(
                 caller.tenant,
                 call.id,
@@ -285,9 +285,10 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
             await asyncio.sleep(delay_s)
 
     async def _run_once(self, run: _Run) -> None:
-        row, generator = run.row, self._generator
+        row = run.row
         num_events, tokens = await self._store.run(self._store.written, row.tenant, row.id)
         call = self._read_call(row.request, row.id)
+        generator = self._models.of(call.asked_model, ModelKind.TEXT)
         (options,) = await call.requests(generator)
         options = replace(options, durable=False, front_end=b"", is_steady=True)
         options.sampling.seed = row.seed

@@ -78,6 +78,11 @@ class ResponseCall(Call):
         return self._conversation.messages
 
     @property
+    def asked_model(self) -> str | None:
+        """The name of the model in the body."""
+        return self._body.model
+
+    @property
     def runs_in_background(self) -> bool:
         return self._head.is_background
 

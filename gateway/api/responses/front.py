@@ -28,8 +28,10 @@ from gateway.api.responses.read_response import InputBody, ResponseBody, names_o
 from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
 from gateway.api.responses.write_response import ResponseHead, error_event, response_head
 from gateway.auth.caller import current_caller
+from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
+from gateway.types import ModelKind
 from quire.rpc.errors import InvalidArgument, invalid_field
 from quire.runtime import clock
 
@@ -41,16 +43,17 @@ def open_front(context: FrontContext) -> Front:
     path, max_bytes = sqlite_path(context.settings.response_store), context.settings.max_stored_response_bytes
     store = ResponseStore(path, max_bytes)
     background = BackgroundResponses(
-        context.generator,
+        context.models,
         BackgroundStore(path, context.gateway_id, max_bytes),
         context.authenticator,
         partial(ResponseCall.of_kept, store=store),
     )
 
-    async def read_call(data: bytes) -> ResponseCall:
+    async def read_call(data: bytes) -> tuple[Generator, ResponseCall]:
         body = await parse(ResponseBody, data, context.body_limits)
+        generator = context.models.of(body.model, ModelKind.TEXT)
         conversation = await conversation_with(store, body)
-        return ResponseCall(body, body.model or context.generator.model.name, store, conversation)
+        return generator, ResponseCall(body, body.model or generator.model.name, store, conversation)
 
     def close() -> None:
         store.close()
@@ -98,7 +101,7 @@ def open_front(context: FrontContext) -> Front:
 
 class _ResponseRoutes:
     def __init__(self, context: FrontContext, store: ResponseStore, background: BackgroundResponses) -> None:
-        self._generator, self._texts = context.generator, TextService(context.generator)
+        self._models, self._texts = context.models, TextService(context.models)
         self._body_limits = context.body_limits
         self._store, self._background = store, background
         self._keep_alive_s = context.keep_alive_s
@@ -109,13 +112,13 @@ class _ResponseRoutes:
             if await self._background.get(current_caller().tenant, last.request_id) is not None:
                 return self._events_of(last.request_id, last)
             read_back = partial(ResponseCall.read_back, store=self._store)
-            return resumed(self._generator, last, read_back, self._keep_alive_s, _dialect(last.number))
+            return resumed(self._models, last, read_back, self._keep_alive_s, _dialect(last.number))
         body = await parse(ResponseBody, await read_body(request, self._body_limits), self._body_limits)
-        call = ResponseCall(
-            body, body.model or self._generator.model.name, self._store, await self._conversation_with(body)
-        )
+        generator = self._models.of(body.model, ModelKind.TEXT)
+        conversation = await self._conversation_with(body)
+        call = ResponseCall(body, body.model or generator.model.name, self._store, conversation)
         if not call.runs_in_background:
-            return respond(self._generator, call, self._keep_alive_s)
+            return respond(generator, call, self._keep_alive_s)
         if not self._store.keeps_any:
             raise invalid_field(
                 "background", "is true, but this gateway stores no responses (--max-stored-response-bytes is 0)"
@@ -178,9 +181,9 @@ class _ResponseRoutes:
             return Response(ended.body, media_type="application/json")
         if not response_id.startswith(ID_PREFIX):
             await self._store.run(self._store.find, tenant, response_id)
-        await self._generator.cancel(response_id)
+        await self._models.cancel(response_id)
         # Its own call ends with an error, so its output is lost.
-        head = ResponseHead(response_id, int(clock.unix_s()), self._generator.model.name)
+        head = ResponseHead(response_id, int(clock.unix_s()), self._models.default.model.name)
         return JSONResponse(response_head(head, CANCELLED))
 
     async def list_input_items(self, request: Request) -> InputItems:

@@ -1,8 +1,8 @@
 """The data of the page as server-sent events: the state of this gateway and its replicas, and the frames of each
 replica's scheduler (quire.scheduler.v1, Watch) as JSON.
 
-    event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "connected", "ready", "problem",
-                      "max_model_len", "role"}]}
+    event: gateway   {"version", "model", "live_requests", "replicas": [{"address", "model", "connected", "ready",
+                      "problem", "max_model_len", "role"}]}
     event: history   {"replica": address, "samples": [{"at", ...}]}, once for each replica
     event: frame     {"replica": address, "is_whole", "more_follows", "unix_seconds", "numbers", "memory", "steps",
                       "answers", "waiting", "ended"}
@@ -23,7 +23,7 @@ from typing import Any
 from gateway.api.ui.watch_messages import StateAt, frame_object, is_long, load_sample, state_request
 from gateway.auth.caller import Caller
 from gateway.replicas.link import SchedulerLink
-from gateway.request.generator import Generator
+from gateway.request.models import Models
 from quire.rpc.errors import QuireError
 from quire.runtime import clock
 from quire.version import VERSION
@@ -41,11 +41,11 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 async def feed(
-    generator: Generator, caller: Caller, history: "LoadHistory", *, wants_memory: bool
+    models: Models, caller: Caller, history: "LoadHistory", *, wants_memory: bool
 ) -> AsyncGenerator[bytes, None]:
     """The events, until the gateway drains or the caller's key is no longer valid."""
     events: asyncio.Queue[bytes] = asyncio.Queue(_MAX_QUEUED)
-    following = asyncio.create_task(_follow(generator, caller, history, events, wants_memory=wants_memory))
+    following = asyncio.create_task(_follow(models, caller, history, events, wants_memory=wants_memory))
     try:
         while not following.done():
             getting = asyncio.create_task(events.get())
@@ -62,16 +62,16 @@ async def feed(
 
 
 async def _follow(
-    generator: Generator, caller: Caller, history: "LoadHistory", events: asyncio.Queue[bytes], *, wants_memory: bool
+    models: Models, caller: Caller, history: "LoadHistory", events: asyncio.Queue[bytes], *, wants_memory: bool
 ) -> None:
     """Reports the state of the gateway periodically, and watches its present replicas."""
     watching: dict[SchedulerLink, asyncio.Task[None]] = {}
     try:
-        while not (generator.is_draining or caller.account.is_closed):
-            links = list(generator.replicas.links.values())
+        while not (models.is_draining or caller.account.is_closed):
+            links = list(models.links.values())
             for link in [each for each in watching if each not in links]:
                 watching.pop(link).cancel()
-            state = gateway_state(generator)
+            state = gateway_state(models)
             await events.put(event("gateway", state))
             for link in [each for each in links if each not in watching]:
                 await events.put(event("history", {"replica": link.address, "samples": history.of(link.address)}))
@@ -79,7 +79,7 @@ async def _follow(
             said_at = asyncio.get_running_loop().time()
             while asyncio.get_running_loop().time() < said_at + _GATEWAY_INTERVAL_S:
                 await asyncio.sleep(_LOOK_INTERVAL_S)
-                if gateway_state(generator)["replicas"] != state["replicas"] or generator.is_draining:
+                if gateway_state(models)["replicas"] != state["replicas"] or models.is_draining:
                     break
     finally:
         for task in watching.values():
@@ -87,22 +87,24 @@ async def _follow(
         await asyncio.gather(*watching.values(), return_exceptions=True)
 
 
-def gateway_state(generator: Generator) -> dict[str, Any]:
+def gateway_state(models: Models) -> dict[str, Any]:
     """The state of this gateway and its replicas."""
     return {
         "version": VERSION,
-        "model": generator.model.name,
-        "live_requests": generator.num_live,
+        "model": models.default.model.name,
+        "live_requests": models.num_live,
         "replicas": [
             {
                 "address": link.address,
+                "model": each.model.name,
                 "connected": link.is_connected,
                 "ready": link.is_ready,
                 "problem": link.problem,
                 "max_model_len": 0 if link.welcome is None else link.welcome.max_model_len,
                 "role": "" if link.welcome is None else link.welcome.role.value,
             }
-            for link in generator.replicas.links.values()
+            for each in models
+            for link in each.replicas.links.values()
         ],
     }
 
@@ -145,8 +147,8 @@ class LoadHistory:
     """The load of each replica in the last ten minutes, for the charts of a newly opened page: one sample every two
     seconds, from the schedulers' reports of their state, while `run` runs."""
 
-    def __init__(self, links: Mapping[str, SchedulerLink], gateway_id: str) -> None:
-        self._links = links
+    def __init__(self, models: Models, gateway_id: str) -> None:
+        self._models = models
         self._request = state_request(gateway_id)
         self._replicas: dict[str, _Replica] = {}
 
@@ -159,10 +161,11 @@ class LoadHistory:
         """Takes samples until cancelled."""
         has_failed = False
         while True:
-            for address in [each for each in self._replicas if each not in self._links]:
+            links = self._models.links
+            for address in [each for each in self._replicas if each not in links]:
                 del self._replicas[address]
             try:
-                await asyncio.gather(*(self._sample(link) for link in list(self._links.values())))
+                await asyncio.gather(*(self._sample(link) for link in links.values()))
             except Exception:
                 # An error here must not end the gateway, which ends if any part ends.
                 if not has_failed:

@@ -23,7 +23,7 @@ from gateway.api.ui import access, feed
 from gateway.api.ui.watch_messages import block_object, block_request
 from gateway.auth.caller import current_caller
 from gateway.auth.keys import NoAuthenticator
-from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.settings import KILLABLE
 from quire.rpc.errors import NotFound, Unavailable, invalid_field
 
@@ -36,8 +36,8 @@ _MEDIA_TYPES = {".js": "text/javascript", ".svg": "image/svg+xml"}
 def open_front(context: FrontContext) -> Front:
     """Opens the front, with the routes of the open fronts that a chat needs. The page has a chat if OpenAI's front is
     open."""
-    generator, authenticator, demo_socket = context.generator, context.authenticator, context.settings.demo_socket
-    history = feed.LoadHistory(generator.replicas.links, context.gateway_id)
+    models, authenticator, demo_socket = context.models, context.authenticator, context.settings.demo_socket
+    history = feed.LoadHistory(models, context.gateway_id)
     files = _Files()
     has_keys = not isinstance(authenticator, NoAuthenticator)
     routes = [each for front in context.opened for each in front.routes if each.path in (_CHAT_PATH, _MODELS_PATH)]
@@ -54,12 +54,12 @@ def open_front(context: FrontContext) -> Front:
 
     async def events(request: Request) -> Response:
         wants_memory = request.query_params.get("memory", "1") != "0"
-        stream = feed.feed(generator, current_caller(), history, wants_memory=wants_memory)
+        stream = feed.feed(models, current_caller(), history, wants_memory=wants_memory)
         headers = {**access.HEADERS, "x-accel-buffering": "no"}
         return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
 
     async def block(request: Request) -> Response:
-        return JSONResponse(await _read_block(generator, request), headers=dict(access.HEADERS))
+        return JSONResponse(await _read_block(models, request), headers=dict(access.HEADERS))
 
     async def about(request: Request) -> Response:
         known = {
@@ -67,7 +67,7 @@ def open_front(context: FrontContext) -> Front:
             "parameters": chat_body and chat_body.model_json_schema(),
             "has_keys": has_keys,
             "can_kill": demo_socket is not None,
-            **feed.gateway_state(generator),
+            **feed.gateway_state(models),
         }
         return JSONResponse(known, headers=dict(access.HEADERS))
 
@@ -142,15 +142,16 @@ def _kill(demo_socket: Path, service: str) -> None:
             raise Unavailable(f"the supervisor does not listen at {demo_socket}: {error.strerror}") from error
 
 
-async def _read_block(generator: Generator, request: Request) -> dict[str, Any]:
+async def _read_block(models: Models, request: Request) -> dict[str, Any]:
     """A block with its hash and its owners. Texts are shown only of the caller's own tenant. Raises QuireError."""
     query = request.query_params
-    link = generator.replicas.links.get(query.get("replica", ""))
-    if link is None:
+    generator = models.owner_of(query.get("replica", ""))
+    if generator is None:
         raise NotFound(f'replica "{query.get("replica", "")[:128]}" is not known here', reason="REPLICA_NOT_FOUND")
     text = query.get("block", "")
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and int(text) < 1 << 31):
         raise invalid_field("block", f'is "{text[:40]}"; it must be the number of a block')
     asked = block_request(int(text), is_host=query.get("host") == "1")
+    link = generator.replicas.links[query["replica"]]
     answer = await link.ask("ReadBlock", asked, _BLOCK_TIMEOUT_S)
     return block_object(answer, current_caller().tenant, generator.model.tokenizer.token_texts.text_of)

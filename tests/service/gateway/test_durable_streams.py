@@ -123,5 +123,7 @@ async def test_an_error_is_the_last_event_of_a_stream_that_a_reader_came_back_to
             await two.first.http.post("/v1/requests/mine/cancel")
             rest = [line async for line in lines if line]
     assert '"code":"cancelled_by_id"' in rest[-1]
-    registry = two.second.gateway._generator.metrics.registry
-    assert registry.get_sample_value("quire_gateway_requests_total", {"outcome": "completed"}) == 0
+    registry = two.second.gateway._context.metrics.registry
+    assert (
+        registry.get_sample_value("quire_gateway_requests_total", {"model": "quire-tiny", "outcome": "completed"}) == 0
+    )

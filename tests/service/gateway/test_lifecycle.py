@@ -15,6 +15,7 @@ from gateway.request.constraint_checker import TrialProcess
 from gateway.settings import GatewaySettings
 from quire.rpc.address import AddressInUse
 from quire.runtime.settings import ConfigurationError, load_settings
+from quire.service.model_flag import ModelFlag
 from tests.support.gateway_process import collect, error_of, running_gateway, stream_request
 from tests.support.processes import until_true
 from tests.support.tokenizers import byte_level, write_model_directory
@@ -112,7 +113,7 @@ async def test_all_addresses_of_a_machine_are_those_of_ipv4_too(reuse_port):
 async def test_broken_tokenizer_is_one_clear_line(tmp_path):
     directory = write_model_directory(tmp_path / "broken", byte_level(), tokenizer__json="{}")
     with pytest.raises(ConfigurationError, match=r"tokenizer\.json is not a tokenizer") as caught:
-        await serve(GatewaySettings(grpc_port=0, http_port=0, model=str(directory)))
+        await serve(GatewaySettings(grpc_port=0, http_port=0, models=(ModelFlag(None, str(directory)),)))
     assert "\n" not in str(caught.value)
 
 

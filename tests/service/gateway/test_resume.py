@@ -93,15 +93,15 @@ async def test_a_resumed_stream_counts_among_the_requests_of_its_gateway(two):
     call.cancel()
     resumed = two.second.generation.ResumeStream(resume_request())
     first = await anext(aiter(resumed))
-    assert await read_metric(port, "quire_gateway_live_requests") == 1
+    assert await read_metric(port, 'quire_gateway_live_requests{model="quire-tiny"}') == 1
     assert len(parts_of([first, *await read(resumed)])["token_ids"]) == 200
     assert len(parts_of(await read(two.second.generation.ResumeStream(resume_request())))["token_ids"]) == 200
     metrics = await read_metrics(port)
-    assert metrics["quire_gateway_live_requests"] == 0
-    assert metrics['quire_gateway_requests_total{outcome="completed"}'] == 2
+    assert metrics['quire_gateway_live_requests{model="quire-tiny"}'] == 0
+    assert metrics['quire_gateway_requests_total{model="quire-tiny",outcome="completed"}'] == 2
     # The gateway that first read earlier tokens has counted them; tokens that are read again are not counted again.
-    assert 0 < metrics["quire_gateway_generated_tokens_total"] < 200
-    assert metrics["quire_gateway_prompt_tokens_total"] == 0
+    assert 0 < metrics['quire_gateway_generated_tokens_total{model="quire-tiny"}'] < 200
+    assert metrics['quire_gateway_prompt_tokens_total{model="quire-tiny"}'] == 0
 
 
 async def test_impossible_offsets_are_refused_by_name(two):

@@ -124,7 +124,9 @@ async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(
         await until_true(lambda: scheduler.address not in links)
         assert await counts_after_four() == (6, 6)
         # The counters of a lost replica stay.
-        assert "quire_gateway_generated_tokens_total 24.0" in (await gateway.http.get("/metrics")).text
+        assert (
+            'quire_gateway_generated_tokens_total{model="quire-tiny"} 24.0' in (await gateway.http.get("/metrics")).text
+        )
 
 
 async def test_readiness_names_a_name_that_cannot_be_resolved():

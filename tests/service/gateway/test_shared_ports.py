@@ -87,7 +87,7 @@ async def test_the_metrics_of_one_gateway_have_a_port_of_their_own(scheduler):
         async def is_counted() -> bool:
             # The scheduler's welcome may still be on its way.
             answer = await client.get(f"http://127.0.0.1:{port}/metrics")
-            return "quire_gateway_connected_schedulers 1.0" in answer.text
+            return 'quire_gateway_connected_schedulers{model="quire-tiny"} 1.0' in answer.text
 
         assert await until(is_counted)
     serving.cancel()

@@ -188,4 +188,4 @@ async def test_every_grpc_call_counts_by_method_and_status(two):
 async def test_outcomes_that_rules_read_are_there_before_the_first_request(two):
     shown = await read_metrics(int(two.first.http_url.rpartition(":")[2]))
     for outcome in ("completed", "abandoned", "internal", "unavailable", "resource_exhausted", "deadline_exceeded"):
-        assert shown[f'quire_gateway_requests_total{{outcome="{outcome}"}}'] == 0
+        assert shown[f'quire_gateway_requests_total{{model="quire-tiny",outcome="{outcome}"}}'] == 0

@@ -509,7 +509,7 @@ class Cluster:
     def _check_released(self, request: Request) -> None:
         """Reports a request that still runs after its client has left."""
         for host, gateway in self.gateways.items():
-            for live in gateway._ledger:
+            for live in gateway._models.default.ledger:
                 is_its = isinstance(request, Generate) and live.request.request_id in request.parts
                 if is_its and not live.is_over and not live.request.durable:
                     self.false_answers.append(FalseAnswerError(f"{host} runs {request}, whose client has left"))
@@ -552,12 +552,12 @@ class Cluster:
         if len(self.gateways) < len(self.layout.gateways):
             yield "a gateway does not serve"
         for host, gateway in self.gateways.items():
-            for address, link in gateway._generator.replicas.links.items():
+            for address, link in gateway._models.default.replicas.links.items():
                 if not link.is_ready:
                     yield f"{host} has no {address} that runs steps"
-            if count := len(gateway._ledger):
+            if count := len(gateway._models.default.ledger):
                 yield f"{host} has {count} requests"
-            replicas = gateway._generator.replicas
+            replicas = gateway._models.default.replicas
             if any(each.work.num_requests for each in replicas) or replicas.placements._timers:
                 yield f"{host} counts requests of replicas, or has timers for them, and has none"
             yield from (f"{host} keeps {what}" for what, count in _kept_by(gateway).items() if count)
@@ -658,7 +658,7 @@ class Cluster:
         cached = {short(name) for name in core.batch.blocks.pool.sealed_hashes()}
         first = {short(name) for name in core.batch.blocks.pool.sealed_hashes() if not self.names[name][3].group}
         for host, gateway in self.gateways.items():
-            link = gateway._generator.replicas.links.get(f"{scheduler}:{_SCHEDULER_PORT}")
+            link = gateway._models.default.replicas.links.get(f"{scheduler}:{_SCHEDULER_PORT}")
             if link is not None and (known := link.cached) is not None:
                 if not first <= known._blocks <= cached:
                     yield f"{host} takes {len(known._blocks)} blocks of {scheduler} to be cached, not {len(cached)}"
@@ -705,7 +705,7 @@ class Cluster:
     def check_concurrency(self) -> None:
         """Raises FalseAnswerError if more requests of a key run than its limit allows."""
         for host, gateway in self.gateways.items():
-            running = Counter(live.request.tenant for live in gateway._ledger if not live.is_over)
+            running = Counter(live.request.tenant for live in gateway._models.default.ledger if not live.is_over)
             for tenant in TENANTS:
                 most = tenant.max_concurrent_requests
                 if most is not None and running[tenant.name] > most:
@@ -752,7 +752,7 @@ class Cluster:
 
 def _kept_by(gateway: Gateway) -> dict[str, int]:
     """Counts that a gateway keeps for calls and requests, which must release them."""
-    generator = gateway._generator
+    generator = gateway._models.default
     reads, memory, checks = generator.durable_reads, generator._answer_memory, generator.model.constraints._places
     return {
         "prompts that are prepared": generator.preparations._num_requests.total(),

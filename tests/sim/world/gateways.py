@@ -25,6 +25,7 @@ from gateway.request.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from quire.model_files.adapter_files import read_adapter
 from quire.service.compatibility import ModelFingerprint
+from quire.service.model_flag import ModelFlag
 from tests.sim.world.http import SimHttpServer
 from tests.sim.world.traffic import (
     ADAPTERS,
@@ -161,7 +162,7 @@ def settings_of(
 ) -> GatewaySettings:
     """The settings of a gateway of a world."""
     return GatewaySettings(
-        model=str(_directory()),
+        models=(ModelFlag(None, str(_directory())),),
         grpc_host=host,
         grpc_port=PORT,
         http_host=host,

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from gateway.app import Gateway
-from gateway.metrics import GatewayMetrics
+from gateway.metrics import GatewayMetrics, ModelMetrics
 from gateway.replicas import routing
 from gateway.replicas.events import TokenRun
 from gateway.replicas.live import Arrivals, LiveRequest
@@ -126,14 +126,18 @@ class Tally:
 
 
 def _read(metrics: Any, name: str, labels: Mapping[str, str] | None = None) -> float:
-    return metrics.registry.get_sample_value(name, dict(labels or {})) or 0.0
+    # Those of a gateway have the label `model`, too.
+    sought = dict(labels or {}).items()
+    samples = (sample for family in metrics.registry.collect() for sample in family.samples if sample.name == name)
+    return sum(sample.value for sample in samples if sought <= sample.labels.items())
 
 
 def wrong_at(gateway: Gateway) -> str | None:
     """A contradiction between the metrics of a gateway; None if there is none."""
-    metrics = gateway._generator.metrics
+    metrics = gateway._context.metrics
     completed = _read(metrics, "quire_gateway_requests_total", {"outcome": "completed"})
-    others, counted = sum(each.value for each in _uncompleted(metrics)), metrics.statistics
+    others = sum(each.value for each in _uncompleted(metrics))
+    counted = gateway._models.default.metrics.statistics
     if (completed, others) == (counted.completed.count, counted.failed.count):
         return None
     return f"{completed:g} requests are completed, and {others:g} are not; there were {counted}"
@@ -142,7 +146,7 @@ def wrong_at(gateway: Gateway) -> str | None:
 @contextmanager
 def counted_once() -> Iterator[None]:
     """Checks inside the block that tokens that a stream had before it was resumed are not counted again."""
-    accept, track_resumed = LiveRequest.accept, GatewayMetrics.track_resumed
+    accept, track_resumed = LiveRequest.accept, ModelMetrics.track_resumed
     counted = WeakKeyDictionary[LiveRequest, int]()
 
     def accept_checked(live: LiveRequest, run: TokenRun, arrivals: Arrivals | None = None) -> bool:
@@ -152,7 +156,7 @@ def counted_once() -> Iterator[None]:
         return has_ended
 
     @contextmanager
-    def track(metrics: GatewayMetrics, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
+    def track(metrics: ModelMetrics, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
         before = counted.get(live, 0)
         try:
             with track_resumed(metrics, live, num_known_tokens):
@@ -162,20 +166,20 @@ def counted_once() -> Iterator[None]:
             if count != wanted:
                 report(AssertionError(f"{count} tokens of a resumed stream are counted, and {wanted} are new"))
 
-    with patch.object(LiveRequest, "accept", accept_checked), patch.object(GatewayMetrics, "track_resumed", track):
+    with patch.object(LiveRequest, "accept", accept_checked), patch.object(ModelMetrics, "track_resumed", track):
         yield
 
 
 def _uncompleted(metrics: GatewayMetrics) -> list[Any]:
     """The number of requests of each outcome except completion."""
-    samples = [each for family in metrics._requests.collect() for each in family.samples]
+    samples = [each for family in metrics._families.requests.collect() for each in family.samples]
     return [each for each in samples if each.name.endswith("_total") and each.labels["outcome"] != "completed"]
 
 
 def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> list[str]:
     """Metrics of all gateways together that are below or above the numbers that their clients saw. Call it only if
     nothing broke and nothing runs."""
-    metrics = [gateway._generator.metrics for gateway in gateways]
+    metrics = [gateway._context.metrics for gateway in gateways]
     least, most = defaultdict[str, float](float), defaultdict[str, float](float)
     for story in stories:
         if isinstance(request := story.request, Generate):

@@ -699,7 +699,7 @@ class Watch:
 
     def _unwritten(self, gateways: Mapping[str, Gateway], host: str) -> list[object]:
         """Messages that gateways have yet to write to a scheduler."""
-        links = (gateway._generator.replicas.links.get(self.address_of(host)) for gateway in gateways.values())
+        links = (gateway._models.default.replicas.links.get(self.address_of(host)) for gateway in gateways.values())
         return [mail for link in links if link is not None for mail in link._outbox]
 
     def _connected(
@@ -708,7 +708,7 @@ class Watch:
         """The tables of the schedulers that all gateways are connected to, with their connections."""
         found: dict[Requests, list[Connection]] = {}
         for (host, table), address in ((each, self.address_of(each[0])) for each in tables.items()):
-            links = [gateway._generator.replicas.links.get(address) for gateway in gateways.values()]
+            links = [gateway._models.default.replicas.links.get(address) for gateway in gateways.values()]
             ways = [self._is_disturbed(host, gateway) for gateway in gateways if host in self.running]
             if all(link is not None and link.is_connected for link in links) and ways and not any(ways):
                 found[table] = list(table._connections.values())
@@ -763,12 +763,12 @@ class Watch:
         them."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
             address = self.address_of(host)
-            link = gateway._generator.replicas.links.get(address)
+            link = gateway._models.default.replicas.links.get(address)
             if link is None or not link.is_connected or self._is_disturbed(host, gateway_host):
                 continue
             gateway_id = link._hello.hello.gateway_id
-            known = {each.request.nonce for each in gateway._ledger if each.replica == address}
-            offers = gateway._generator.replicas._offers._open.values()
+            known = {each.request.nonce for each in gateway._models.default.ledger if each.replica == address}
+            offers = gateway._models.default.replicas._offers._open.values()
             known |= {offer.live.request.nonce for offer in offers if address in offer.asked}
             for owned in table._by_handle.values():
                 # The end of a request with a reader is kept until the reader has taken it in.
@@ -787,21 +787,21 @@ class Watch:
     def _without_usage(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Requests that stop strings have ended, and whose clients wait for usage that a scheduler does not send."""
         for host, gateway in gateways.items():
-            waiting = (each for each in gateway._ledger if each.awaits_usage and not each.is_over)
+            waiting = (each for each in gateway._models.default.ledger if each.awaits_usage and not each.is_over)
             if not self.running[host].is_stopped:
                 yield from (f"{host} waits for the usage of {each.request.request_id}" for each in waiting)
 
     def _computed_on(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Sequences that a scheduler computes though a stop string has ended them at their gateway."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
-            link = gateway._generator.replicas.links.get(self.address_of(host))
+            link = gateway._models.default.replicas.links.get(self.address_of(host))
             core = self.loops[host].replica.scheduler if host in self.loops else None
             if link is None or core is None or not link.is_connected or self._is_disturbed(host, gateway_host):
                 continue
             gateway_id = link._hello.hello.gateway_id
             for owned in table._by_handle.values():
                 is_read = owned.reader is not None and owned.reader.connection.gateway_id == gateway_id
-                live = gateway._ledger.get(owned.tenant, owned.request_id) if is_read else None
+                live = gateway._models.default.ledger.get(owned.tenant, owned.request_id) if is_read else None
                 group = core.group(owned.key)
                 if live is None or group is None or group.request.selects or live.replica != link.address:
                     continue
@@ -813,7 +813,7 @@ class Watch:
     def _unread(self, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> Iterator[str]:
         """Requests that a gateway waits for at a connected scheduler that sends them to no reader."""
         for (host, table), (gateway_host, gateway) in itertools.product(tables.items(), gateways.items()):
-            link = gateway._generator.replicas.links.get(self.address_of(host))
+            link = gateway._models.default.replicas.links.get(self.address_of(host))
             if link is None or not link.is_connected or self._is_disturbed(host, gateway_host):
                 continue
             gateway_id = link._hello.hello.gateway_id
@@ -826,7 +826,7 @@ class Watch:
             # A durable request may be forgotten before a slow reader has received its end.
             sent = {handle for outbox in outboxes for handle in outbox._replays}
             sent |= {handle for outbox in outboxes for each in outbox.unacknowledged() for handle in each.ended}
-            for each in gateway._ledger:
+            for each in gateway._models.default.ledger:
                 is_waited_for = each.replica == link.address and not (each.is_over or each.awaits_usage)
                 if (
                     is_waited_for
@@ -852,11 +852,11 @@ class Watch:
         worker dies of them."""
         times = {host: each.num_times_ready for host, each in tables.items() if isinstance(each, CheckedRequests)}
         for host, gateway in gateways.items():
-            replicas = gateway._generator.replicas
+            replicas = gateway._models.default.replicas
             running = {address: link.model for address, link in replicas.links.items() if link.is_ready}
             if not running or self.running[host].is_stopped:
                 continue
-            for each in gateway._ledger:
+            for each in gateway._models.default.ledger:
                 model = each.model if each.num_generated_tokens else UNKNOWN_MODEL
                 ready = [at for at, own in running.items() if own == model or UNKNOWN_MODEL in (own, model)]
                 # The process's own clock, since no process is current here.
@@ -902,26 +902,28 @@ class Watch:
     def _overcounted(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Keys whose limits count more requests than run; finished requests that wait for their client do not count."""
         for host, gateway in gateways.items():
-            keys, keeps = gateway.authenticator, gateway._generator.durable_reads.reads_without_client
+            keys, keeps = gateway.authenticator, gateway._models.default.durable_reads.reads_without_client
             assert isinstance(keys, KeyRing)
-            running = Counter(live.request.tenant for live in gateway._ledger if not (live.is_over and keeps(live)))
+            running = Counter(
+                live.request.tenant for live in gateway._models.default.ledger if not (live.is_over and keeps(live))
+            )
             for caller in keys._callers.values():
-                num_running = running[caller.tenant] + gateway._ledger._num_arriving
+                num_running = running[caller.tenant] + gateway._models.default.ledger._num_arriving
                 if len(caller.account._running) > num_running and not self.running[host].is_stopped:
                     yield f"{host} counts requests of {caller.tenant} that are over"
 
     def _prepared_on(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Tenants whose prompts count as being prepared after all of them were submitted."""
         for host, gateway in gateways.items():
-            if not (gateway._ledger._num_arriving or self.running[host].is_stopped):
-                preparing = {live.request.tenant for live in gateway._ledger if not live.is_prepared}
-                counted = gateway._generator.preparations._num_requests
+            if not (gateway._models.default.ledger._num_arriving or self.running[host].is_stopped):
+                preparing = {live.request.tenant for live in gateway._models.default.ledger if not live.is_prepared}
+                counted = gateway._models.default.preparations._num_requests
                 yield from (f"{host} takes prompts of {each} to be prepared" for each in counted.keys() - preparing)
 
     def _shunned(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Schedulers that run steps, but that a gateway takes to be draining, so that they get no new requests."""
         for host, gateway in gateways.items():
-            replicas = gateway._generator.replicas
+            replicas = gateway._models.default.replicas
             if self.running[host].is_stopped:
                 continue
             for each in sorted(replicas, key=attrgetter("address")):
@@ -934,9 +936,9 @@ class Watch:
         worker."""
         for host, gateway in gateways.items():
             if not self.running[host].is_stopped:
-                replicas = gateway._generator.replicas
+                replicas = gateway._models.default.replicas
                 timers = replicas.placements._timers
-                known = {each.handle: each for each in gateway._ledger if not each.is_over}
+                known = {each.handle: each for each in gateway._models.default.ledger if not each.is_over}
                 yield from (f"{host} has a timer for {handle}" for handle in timers if handle not in known)
                 for handle in timers.keys() & known.keys():
                     link = replicas.links.get(known[handle].replica or "")
@@ -947,7 +949,7 @@ class Watch:
     def _misinformed(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways whose belief that a replica runs steps, or does not, is wrong."""
         for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
-            link = gateway._generator.replicas.links.get(self.address_of(host))
+            link = gateway._models.default.replicas.links.get(self.address_of(host))
             if host not in self.running or link is None or not link.is_connected:
                 continue
             if link.is_ready != loop.lifecycle.is_ready and not self._is_disturbed(host, gateway_host):
@@ -964,7 +966,7 @@ class Watch:
     def _outdated(self, gateways: Mapping[str, Gateway]) -> Iterator[str]:
         """Gateways that know another pool size of a replica than its worker has."""
         for (host, loop), (gateway_host, gateway) in itertools.product(self.loops.items(), gateways.items()):
-            link = gateway._generator.replicas.links.get(self.address_of(host))
+            link = gateway._models.default.replicas.links.get(self.address_of(host))
             if host not in self.running or link is None or not (link.is_connected and loop.replica.is_attached):
                 continue
             welcome, info = link.welcome, loop.replica.info

@@ -23,7 +23,7 @@ TEXT = (DOCS / "metrics.md").read_text(encoding="utf-8")
 
 def gateway_metrics() -> GatewayMetrics:
     metrics = GatewayMetrics(max_tenants=1)
-    metrics.watch_schedulers(["127.0.0.1:1"], lambda: 0)
+    metrics.of_model("m").watch_schedulers(["127.0.0.1:1"], lambda: 0)
     return metrics
 
 
@@ -68,6 +68,8 @@ def test_every_name_of_vllm_stands_in_its_table_and_no_other() -> None:
     registry, metrics = CollectorRegistry(), gateway_metrics()
     replicas = create_autospec(Replicas, instance=True, links={}, num_unplaced=0)
     replicas.adapters_in_use.return_value, replicas.welcomes = ([], []), []
-    registry.register(VllmMetrics("model", metrics, replicas, "gateway"))
+    registry.register(
+        VllmMetrics([("model", metrics.of_model("m").records, replicas)], metrics.http_answers, "gateway")
+    )
     table = TEXT.partition("| Quire | vLLM |")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"\| `((?:vllm:|http_)\w+)` \|", table)) == sorted(exported_by(registry))

@@ -245,7 +245,7 @@ def test_a_batch_that_fails_midway_leaves_no_answer_that_counts(store):
 
 
 async def test_a_batch_that_is_taken_in_the_moment_of_the_stop_is_left_to_the_next_start(store):
-    generator = SimpleNamespace(is_draining=False, replicas=SimpleNamespace(is_ready=True))
+    generator = SimpleNamespace(is_draining=False, has_replica=True)
     file_id, path = store.files.new_path()
     path.write_bytes(b"{}\n")
     store.files.add(TENANT, file_id, "in", "batch")

@@ -13,6 +13,7 @@ from quire.model_files import model_source
 from quire.model_files.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.runtime.settings import ConfigurationError
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import ServeSettings
 from quire_cli.supervisor.server import check_servable
 from worker_svc.models.registry import FAMILIES
@@ -259,7 +260,7 @@ def test_a_single_weight_file_goes_before_the_index_and_without_both_none_counts
         weight_files(directory)
     # Also before a worker starts.
     with pytest.raises(ConfigurationError, match=r"neither model\.safetensors nor"):
-        check_servable(ServeSettings(model=str(directory)))
+        check_servable(ServeSettings(models=(ModelFlag(None, str(directory)),)))
     make(**index_of("missing.safetensors"))
     (directory / "model.safetensors").touch()
     assert weight_files(directory) == (directory / "model.safetensors",)

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.settings import GatewaySettings
 from quire.runtime.settings import ConfigurationError, load_settings, to_argv
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor.commands import Commands, Programs, child_environ
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings
@@ -38,6 +39,7 @@ OWN = {
     "tensor_parallel_rank",
     "tensor_parallel_address",
     "kv_cache_file",
+    "memory_share",
     # A worker adds it to its own command if a sleep discards its weights.
     "load",
 }
@@ -54,7 +56,8 @@ def make_commands(**settings) -> Commands:
 
 @pytest.mark.parametrize("cls", SERVICES)
 def test_every_flag_of_a_service_is_one_of_serve_or_the_supervisor_decides_it(cls: type) -> None:
-    assert set(values_of(cls())) - set(values_of(ServeSettings())) <= OWN
+    # A worker has one of the models.
+    assert set(values_of(cls())) - set(values_of(ServeSettings())) - {"model"} <= OWN
 
 
 def test_the_services_get_their_flags_and_each_other() -> None:
@@ -78,13 +81,13 @@ def test_the_services_get_their_flags_and_each_other() -> None:
         ("unix:/run/q/worker.sock",),
         7,
     )
-    assert (gateway.grpc_port, gateway.http_port, gateway.model) == (11, 12, "/m")
+    assert (gateway.grpc_port, gateway.http_port, gateway.models) == (11, 12, (ModelFlag(None, "/m"),))
     assert gateway.schedulers == ("unix:/run/q/scheduler.sock",)
     assert {worker.log_level, scheduler.log_level, gateway.log_level} == {"debug"}
 
 
 def test_each_rank_gets_its_number_its_share_of_the_threads_and_where_to_meet() -> None:
-    commands = Commands(ServeSettings(tensor_parallel_size=2, worker_metrics_port=1), PROGRAMS, Path("/run/q"), 4711)
+    commands = Commands(ServeSettings(tensor_parallel_size=2, worker_metrics_port=1), PROGRAMS, Path("/run/q"), (4711,))
     ranks = [load_settings(WorkerSettings, commands.worker(rank)[1:], {}, program="w") for rank in (0, 1)]
     assert [(each.tensor_parallel_rank, each.tensor_parallel_size) for each in ranks] == [(0, 2), (1, 2)]
     assert {each.tensor_parallel_address for each in ranks} == {"127.0.0.1:4711"}

@@ -79,14 +79,14 @@ async def test_a_change_during_a_look_wakes_its_reader_whoever_looks_then(monkey
     assert await asyncio.gather(*readers) == [[]] * len(readers)
 
 
-def ready_generator() -> Any:
-    return SimpleNamespace(is_draining=False, replicas=SimpleNamespace(is_ready=True), arriving=nullcontext)
+def ready_models() -> Any:
+    return SimpleNamespace(is_draining=False, has_replica=True, default=SimpleNamespace(arriving=nullcontext))
 
 
 async def test_what_is_taken_over_in_the_moment_of_the_stop_is_given_up():
     """Otherwise it would run on, and keep its lease, for as long as the gateway drains."""
     store, row = RecordingStore(), SimpleNamespace(tenant="tenant", id="resp_1")
-    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
+    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_models(), store, None, None)))
     looking = asyncio.create_task(responses._look_after())
     await store.answer("renew", {})
     taken = await store.asked("take")
@@ -100,7 +100,7 @@ async def test_what_is_taken_over_in_the_moment_of_the_stop_is_given_up():
 
 async def test_what_begins_in_the_moment_of_the_stop_is_refused():
     store = RecordingStore()
-    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
+    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_models(), store, None, None)))
     set_caller(Caller("tenant", Access(), Account(Limits(), lambda: 0.0)))
     call: Any = SimpleNamespace(id="resp_1", seed=1, kept=lambda: b"", first_state=dict)
     beginning = asyncio.create_task(responses.begin(call))
@@ -119,7 +119,7 @@ async def test_a_response_that_is_cancelled_before_its_first_step_is_refused(mon
         return task
 
     store = RecordingStore()
-    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_generator(), store, None, None)))
+    responses = BackgroundResponses(*(cast(Any, each) for each in (ready_models(), store, None, None)))
     set_caller(Caller("tenant", Access(), Account(Limits(), lambda: 0.0)))
     call: Any = SimpleNamespace(id="resp_1", seed=1, kept=lambda: b"", first_state=dict)
     started = responses._start
