@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from kernels.backends import text_attention_for
+
 
 def attend(
     q: torch.Tensor,
@@ -30,6 +32,8 @@ def attend(
     Returns:
         [T, heads, head size], contiguous. The bits of a text's tokens do not depend on the other texts.
     """
+    if (kernels := text_attention_for(q.device, q.dtype)) is not None:
+        return kernels.text_attention(q, k, v, lengths, scale=scale, window=window, bias=bias)
     output = q.new_empty(q.shape)
     for first, count, length in _runs_of(lengths):
         query, key, value = (
