@@ -139,10 +139,11 @@ enum Activation : int64_t {
   kRelu = 1,
   kSilu = 2,
   kGeluTanh = 3,
+  kGelu = 4,
   // For weights that were packed as gated: activation(gate) * up.
-  kSiluAndMul = 4,
-  kGeluTanhAndMul = 5,
-  kClampedSwiglu = 6,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
+  kSiluAndMul = 5,
+  kGeluTanhAndMul = 6,
+  kClampedSwiglu = 7,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
 };
 
 // The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
