@@ -15,7 +15,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import LIBRARY, Library, LibraryUnavailableError
+from kernels.cpu.library import DTYPES, LIBRARY, Library, LibraryUnavailableError
 from kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 from kernels.states import StatePages, StateUnits
@@ -335,6 +335,12 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
 def draws_for(device: torch.device) -> CpuKernels | None:
     """The implementation that draws tokens on such a device, if there is one."""
     implementation = fastest_for(device) if device.type == "cpu" else reference
+    return implementation if isinstance(implementation, CpuKernels) else None
+
+
+def text_attention_for(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
+    """The implementation that has attention within texts for this dtype, if there is one."""
+    implementation = implementation_for(device) if device.type == "cpu" and dtype in DTYPES else reference
     return implementation if isinstance(implementation, CpuKernels) else None
 
 

@@ -176,6 +176,7 @@ _ACTIVATIONS = {
     "relu": functional.relu,
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
 }
 
 

@@ -199,6 +199,7 @@ class Welcome:
     windowed_groups: int = 0
     window: int = 0
     state_blocks: int = 0
+    takes_batches: bool = False
 
 
 @dataclass(slots=True)

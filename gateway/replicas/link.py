@@ -43,6 +43,8 @@ _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
 _TURNS_OF_A_READER = 2
 # Detokenizing these takes a few milliseconds. A replayed durable output comes in messages of many more tokens.
 _TOKENS_AT_ONCE = 256
+# Messages that are sent as one, each of at most this size.
+_BATCHED_MESSAGES, _BATCHED_BYTES = 32, 1 << 14
 _logger = logging.getLogger(__name__)
 
 
@@ -385,13 +387,25 @@ class SchedulerLink:
                 await self._has_mail.wait()
                 turns = Turns()
                 while self._outbox:
-                    if (data := self._serialized(self._outbox.popleft())) is not None:
+                    for data in self._next_messages():
                         await call.write(data)
                     await turns.pause()
                 self._has_mail.clear()
                 self._outbox_is_empty.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return
+
+    def _next_messages(self) -> list[bytes]:
+        """The messages to write next: a few small ones as one, since each costs both sides more than its content, and
+        so that the texts of a call can be computed in one step. A large one follows by itself."""
+        takes_batches = self.welcome is not None and self.welcome.takes_batches
+        small, large = list[bytes](), list[bytes]()
+        while self._outbox and not large and len(small) < (_BATCHED_MESSAGES if takes_batches else 1):
+            if (data := self._serialized(self._outbox.popleft())) is not None:
+                (small if len(data) <= _BATCHED_BYTES else large).append(data)
+        if len(small) > 1:
+            small = [scheduler_pb2.ConnectRequest(batch=scheduler_pb2.Batch(messages=small)).SerializeToString()]
+        return small + large
 
     def _serialized(self, mail: "_Mail") -> bytes | None:
         """The bytes to write; None for a request that cannot be serialized, which is reported to the listener."""

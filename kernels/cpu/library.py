@@ -112,6 +112,20 @@ class AttentionArgs(Arguments):
     )
 
 
+class TextHeads(_Mirrored):
+    _fields_ = (*_pointers("at"), *_integers("token_stride head_stride"))
+
+
+class TextAttentionArgs(Arguments):
+    _fields_ = (
+        *_pointers("output"),
+        *(("query", TextHeads), ("key", TextHeads), ("value", TextHeads)),
+        *_pointers("lengths bias"),
+        *_integers("dtype threads num_tokens num_texts num_heads num_kv_heads head_dim bias_stride window"),
+        *_doubles("scale"),
+    )
+
+
 class NormArgs(Arguments):
     _fields_ = (
         *_pointers("output x residual weight bias"),
@@ -309,7 +323,7 @@ _OPEN_MP_FILE = re.compile(r"/lib(gomp|omp|iomp5)[^/]*\.so[^/]*$")
 # The errors of the enum Status of api.h.
 _ERRORS: dict[int, tuple[type[Exception], str]] = {
     1: (IndexError, "block_tables names a block that is not in kv_cache"),
-    2: (IndexError, "query_start_loc and seq_lens contradict each other or the shapes"),
+    2: (IndexError, "query_start_loc and seq_lens, or lengths, contradict each other or the shapes"),
     3: (IndexError, "slot_mapping names a slot that is not in kv_cache"),
     4: (IndexError, "positions names a position that is not in cos_sin_cache"),
     6: (IndexError, "ids names a row that is not in the weight"),
@@ -341,6 +355,7 @@ class Operation(Enum):
     SELECTIVE_SCAN = ("selective_scan", 15, "num_tokens")
     GATES = ("gates", 16, "num_tokens")
     GATED_NORM = ("gated_norm", 17, "num_tokens")
+    TEXT_ATTENTION = ("text_attention", None, None)
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

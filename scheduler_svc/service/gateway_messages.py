@@ -201,6 +201,7 @@ def welcome_message(replica: Replica, durable_grace_s: float) -> scheduler_pb2.C
             windowed_groups=config.windowed_groups,
             window=config.window,
             state_blocks=config.state_blocks,
+            takes_batches=True,
         )
     )
 

@@ -19,6 +19,7 @@ from quire.rpc.errors import (
     Unavailable,
     invalid_field,
 )
+from quire.rpc.interceptors import decoder
 from quire.runtime import clock
 from quire.runtime.failpoint import failpoint
 from quire.runtime.logs import REQUEST_ID
@@ -47,6 +48,7 @@ from scheduler_svc.service.step_loop import StepLoop
 from scheduler_svc.service.watch_messages import block_message
 
 _logger = logging.getLogger(__name__)
+_decode = decoder(pb.ConnectRequest.FromString)
 _MAX_GRACE_PERIOD_MS = 600_000
 _MAX_TIME_TO_LIVE_MS = 86_400_000
 _MAX_LOGGED_REFUSALS = 64
@@ -241,25 +243,30 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, messages: AsyncIterator[pb.ConnectRequest], connection: Connection) -> None:
         async for message in messages:
-            if connection.outbox.is_closed:
-                return
-            match message.WhichOneof("message"):
-                case "submit":
-                    self._submit(message.submit, Reader(connection, Handle(message.submit.handle)))
-                case "abort":
-                    self._abort(message.abort, Reader(connection, Handle(message.abort.handle)))
-                case "resume":
-                    self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
-                case "release":
-                    self._requests.move(Reader(connection, Handle(message.release.handle)), self._replica.hand_over)
-                case "detach":
-                    self._detach(Reader(connection, Handle(message.detach.handle)))
-                case "end_unread":
-                    self._requests.forget_unread(connection.gateway_id)
-                case "credit":
-                    self._take_credit(message.credit, connection)
-                case other:
-                    raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
+            is_batch = message.HasField("batch")
+            for each in map(_decode, message.batch.messages) if is_batch else (message,):
+                if connection.outbox.is_closed:
+                    return
+                self._handle(each, connection)
+
+    def _handle(self, message: pb.ConnectRequest, connection: Connection) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._submit(message.submit, Reader(connection, Handle(message.submit.handle)))
+            case "abort":
+                self._abort(message.abort, Reader(connection, Handle(message.abort.handle)))
+            case "resume":
+                self._resume(message.resume, Reader(connection, Handle(message.resume.handle)))
+            case "release":
+                self._requests.move(Reader(connection, Handle(message.release.handle)), self._replica.hand_over)
+            case "detach":
+                self._detach(Reader(connection, Handle(message.detach.handle)))
+            case "end_unread":
+                self._requests.forget_unread(connection.gateway_id)
+            case "credit":
+                self._take_credit(message.credit, connection)
+            case other:
+                raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
 
     def _take_credit(self, credit: pb.Credit, connection: Connection) -> None:
         if not credit.messages:

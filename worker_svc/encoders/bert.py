@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from quire.model_files.architectures import ENCODERS, RANKERS
 from quire.runtime.settings import ConfigurationError
+from worker_svc.encoders.attention import attend
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import Embedding, LayerNorm
 from worker_svc.layers.linear import Linear, LinearPart
@@ -119,23 +119,13 @@ class BertLayer(nn.Module):
         self.down = linear(["output.dense"], config.inner_size, hidden)
         self.output_norm = norm("output.LayerNorm")
 
-    def forward(self, x: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]. `runs` are neighbouring texts of one length: (first token, texts, length)."""
-        attended = self.attention_output(self._attend(self.qkv(x), runs))
-        x, _ = self.attention_norm.add(attended, x)
+    def forward(self, x: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], of texts with `lengths` tokens."""
+        q, k, v = self.qkv(x).view(len(x), 3, self._num_heads, self._head_dim).unbind(1)
+        attended = attend(q, k, v, lengths, scale=self._head_dim**-0.5)
+        x, _ = self.attention_norm.add(self.attention_output(attended.flatten(1)), x)
         x, _ = self.output_norm.add(self.down(self.up(x)), x)
         return x
-
-    def _attend(self, qkv: torch.Tensor, runs: Sequence[tuple[int, int, int]]) -> torch.Tensor:
-        """Each token attends to all tokens of its text. qkv [T, 3 * hidden] -> [T, hidden]."""
-        output = qkv.new_empty(qkv.shape[0], self._num_heads * self._head_dim)
-        for first, count, length in runs:
-            end = first + count * length
-            heads = qkv[first:end].view(count, length, 3, self._num_heads, self._head_dim)
-            query, key, value = heads.permute(2, 0, 3, 1, 4)
-            attended = functional.scaled_dot_product_attention(query, key, value)
-            output[first:end].view(count, length, self._num_heads, self._head_dim).copy_(attended.transpose(1, 2))
-        return output
 
 
 class BertEncoder(nn.Module):
@@ -174,20 +164,6 @@ class BertEncoder(nn.Module):
         """Returns [T, hidden]."""
         x = self.words(texts.token_ids) + self.places(texts.positions + self._config.first_position)
         x = self.norm(x + self.types(torch.zeros_like(texts.token_ids) if texts.types is None else texts.types))
-        runs = runs_of(texts.lengths)
         for layer in self.layers:
-            x = layer(x, runs)
+            x = layer(x, texts.lengths)
         return x
-
-
-def runs_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Neighbouring texts of one length, as (first token, number of texts, length)."""
-    runs: list[tuple[int, int, int]] = []
-    first = 0
-    for length in lengths:
-        if runs and runs[-1][2] == length:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, length)
-        else:
-            runs.append((first, 1, length))
-        first += length
-    return runs

@@ -50,7 +50,7 @@ def _clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
 
 
-_GELU = _Function(functional.gelu, FusedActivation("gelu", "none"))
+_GELU = _Function(functional.gelu, FusedActivation("gelu", "none"), "gelu")
 
 
 _GELU_TANH = _Function(partial(functional.gelu, approximate="tanh"), FusedActivation("gelu", "tanh"), "gelu_tanh")

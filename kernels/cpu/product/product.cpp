@@ -88,6 +88,8 @@ inline Vec activate(int64_t activation, Vec x) {
       const Vec inner = set1(0.7978845608f) * fma(x * x * x, set1(0.044715f), x);
       return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
     }
+    case kGelu:
+      return gelu(x);
     default:
       return x;
   }

@@ -290,6 +290,100 @@ class Passes {
   typename Lanes<Kind>::Words excess_[kVectors];
 };
 
+// Products of many tokens without AVX-512, which has few registers and no products of pairs: numbers become floats once,
+// those of a panel in scratch memory, those of tokens as they are packed. Sums are rounded as with few tokens.
+template <class Kind>
+class FloatTiles {
+ public:
+  static bool are_for(const ProductArgs& args) { return args.parts == nullptr && args.num_tokens >= 2 * kGroup; }
+  static int64_t scratch_bytes(const ProductArgs& args) { return args.in_features * kPanel * sizeof(float); }
+  static int64_t packed_bytes(const ProductArgs& args) { return args.num_tokens * args.in_features * sizeof(float); }
+
+  // Packs tokens first to last - 1, in blocks begin to end of kWordsOfBlock numbers: those of a group side by side.
+  static void pack(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end, float* packed) {
+    for_groups(first, last, [&](int64_t token, int64_t count) {
+      float* to = packed + token * args.in_features + begin * kWordsOfBlock * count;
+      for (int64_t k = begin * kWordsOfBlock; k < end * kWordsOfBlock; k += kWidth) {
+        Vec lines[kWidth];
+        for (int t = 0; t < kWidth; ++t) lines[t] = t < count ? load(x_of<Kind>(args, token + t) + k) : zero();
+        transpose(lines);
+        for (int i = 0; i < kWidth; ++i, to += count) store(to, lines[i], static_cast<int>(count));
+      }
+    });
+  }
+
+  // One panel by tokens begin to end - 1.
+  static void multiply(const Pass& args, int64_t panel, int64_t begin, int64_t end, std::byte* scratch,
+                       const std::byte* packed) {
+    auto* numbers = reinterpret_cast<float*>(scratch);
+    expand(args, panel, numbers);
+    for_groups(begin, end, [&](int64_t token, int64_t count) {
+      const float* of_group = reinterpret_cast<const float*>(packed) + token * args.in_features;
+      with_count<kGroup>(
+          count, [&]<int kTokens>() { multiply_group<kTokens>(args, panel, token, numbers, of_group); });
+    });
+  }
+
+ private:
+  static constexpr int64_t kGroup = 6;
+
+  // Calls function(first token, tokens) for each group.
+  template <class Function>
+  static void for_groups(int64_t begin, int64_t end, Function function) {
+    for (int64_t at = begin; at < end; at += kGroup) function(at, end - at < kGroup ? end - at : kGroup);
+  }
+
+  // A panel to [tiles, in_features, kTile].
+  static void expand(const ProductArgs& args, int64_t panel, float* numbers) {
+    const auto* words = reinterpret_cast<const float*>(bytes_of<Kind>(args, panel));
+    for (int64_t k = 0, end = num_words<Kind>(args); k < end; k += kWordsOfBlock)
+      for (int64_t tile = 0; tile < kPanel / kTile; ++tile)
+        for (int64_t at = k; at < k + kWordsOfBlock; ++at)
+          for (int64_t column = 0; column < kTile; column += kWidth, words += kWidth) {
+            float* to = numbers + tile * args.in_features * kTile + column;
+            if constexpr (std::is_same_v<Kind, Pairs<BF16>>) {
+              store(to + 2 * at * kTile, first_of_pairs(load(words)));
+              store(to + (2 * at + 1) * kTile, second_of_pairs(load(words)));
+            } else {
+              store(to + at * kTile, load(words));
+            }
+          }
+  }
+
+  template <int kTokens>
+  static void multiply_group(const Pass& args, int64_t panel, int64_t token, const float* numbers,
+                             const float* packed) {
+    constexpr int kVectorsOfTile = kTile / kWidth;
+    alignas(64) float lines[kTokens][kPanel];
+    for (int64_t tile = 0; tile < kPanel / kTile; ++tile, numbers += args.in_features * kTile) {
+      Vec sums[kTokens][kVectorsOfTile] = {};
+      for (int64_t k = 0; k < args.in_features; ++k) {
+        Vec weights[kVectorsOfTile];
+        for (int i = 0; i < kVectorsOfTile; ++i) weights[i] = load(numbers + k * kTile + i * kWidth);
+        for (int t = 0; t < kTokens; ++t) {
+          const Vec of_token = set1(packed[k * kTokens + t]);
+          for (int i = 0; i < kVectorsOfTile; ++i) sums[t][i] = fma(weights[i], of_token, sums[t][i]);
+        }
+      }
+      for (int t = 0; t < kTokens; ++t)
+        for (int i = 0; i < kVectorsOfTile; ++i) store(lines[t] + tile * kTile + i * kWidth, sums[t][i]);
+    }
+    finish(args, panel, token, kTokens, lines[0]);
+  }
+};
+
+// Function<FloatTiles<Kind>>() if a product is computed so; returns whether it is.
+template <class Kind, class Function>
+inline bool with_float_tiles(const ProductArgs& args, Function function) {
+  if constexpr (kWidth == 8 && (std::is_same_v<Kind, Pairs<BF16>> || std::is_same_v<Kind, Floats<float>>)) {
+    if (FloatTiles<Kind>::are_for(args)) {
+      function(FloatTiles<Kind>());
+      return true;
+    }
+  }
+  return false;
+}
+
 class VectorMultiplier {
  public:
   // The third cache is fast enough for the lines of tokens, which are read in order; a panel stays in the second.
@@ -297,12 +391,16 @@ class VectorMultiplier {
 
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
+    int64_t bytes = 0;
+    if (with_float_tiles<Kind>(args, [&](auto tiles) { bytes = tiles.scratch_bytes(args); })) return bytes;
     const bool once = kIsCoded<Kind> || (kIsExpanded<Kind> && args.num_tokens > kMaxGroup);
     return once ? args.in_features * kPanel * static_cast<int64_t>(sizeof(typename Kind::X)) : 0;
   }
 
   template <class Kind>
   static int64_t packed_bytes(const ProductArgs& args) {
+    int64_t bytes = 0;
+    if (with_float_tiles<Kind>(args, [&](auto tiles) { bytes = tiles.packed_bytes(args); })) return bytes;
     return kPacksTokens && args.num_tokens > 1 ? args.num_tokens * num_words<Kind>(args) * kBytesOfWord : 0;
   }
 
@@ -310,10 +408,11 @@ class VectorMultiplier {
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
+      auto* to = reinterpret_cast<float*>(packed);
+      if (with_float_tiles<Kind>(args, [&](auto tiles) { tiles.pack(args, first, last, begin, end, to); })) return;
       const auto groups = TokenGroups::of<Kind>(first, last);
       for (int64_t group = 0; group < groups.count(); ++group)
-        pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end,
-                         reinterpret_cast<float*>(packed));
+        pack_group<Kind>(args, groups.first_of(group), groups.first_of(group + 1), begin, end, to);
     });
   }
 
@@ -323,6 +422,8 @@ class VectorMultiplier {
                 std::byte* scratch, const std::byte* packed) {
     const auto groups = TokenGroups::of<Kind>(begin, end);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (with_float_tiles<Kind>(args, [&](auto tiles) { tiles.multiply(args, panel, begin, end, scratch, packed); }))
+        continue;
       if (args.addends != nullptr)
         args.addends->start(panel, panel == first_panel, groups.count() * num_words<Kind>(args) / kWordsOfBlock);
       Passes<Kind>(args, panel, groups, packed).multiply(panel + 1 < last_panel, scratch);

@@ -64,6 +64,33 @@ struct AttentionArgs {
   double soft_cap;  // 0 where scores are not capped
 };
 
+// Heads of tokens. Strides are elements from a token and from a head to the next one.
+struct TextHeads {
+  const void* at;
+  int64_t token_stride;
+  int64_t head_stride;
+};
+
+// Attention in both directions within texts that lie one after the other.
+struct TextAttentionArgs {
+  void* output;            // [T, Hq, D] contiguous
+  TextHeads query;         // [T, Hq, D]
+  TextHeads key;           // [T, Hkv, D]
+  TextHeads value;         // [T, Hkv, D]
+  const int32_t* lengths;  // [num_texts], of T tokens in all
+  const float* bias;       // [Hq, bias_stride], in the middle of a line the bias of a token's own score; or null
+  int64_t dtype;
+  int64_t threads;
+  int64_t num_tokens;
+  int64_t num_texts;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t bias_stride;
+  int64_t window;  // the largest distance at which tokens see each other
+  double scale;
+};
+
 struct NormArgs {
   void* output;        // [rows, hidden]
   const void* x;       // [rows / x_group, x_group, hidden]
@@ -112,10 +139,11 @@ enum Activation : int64_t {
   kRelu = 1,
   kSilu = 2,
   kGeluTanh = 3,
+  kGelu = 4,
   // For weights that were packed as gated: activation(gate) * up.
-  kSiluAndMul = 4,
-  kGeluTanhAndMul = 5,
-  kClampedSwiglu = 6,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
+  kSiluAndMul = 5,
+  kGeluTanhAndMul = 6,
+  kClampedSwiglu = 7,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
 };
 
 // The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
@@ -591,6 +619,7 @@ QUIRE_API const quire::Layout* quire_layout();
 QUIRE_API int64_t quire_group_bytes(int64_t size, int64_t slot_bytes);
 
 QUIRE_API int32_t quire_paged_attention(const quire::Context* context, const quire::AttentionArgs* args);
+QUIRE_API int32_t quire_text_attention(const quire::Context* context, const quire::TextAttentionArgs* args);
 QUIRE_API int32_t quire_rms_norm(const quire::Context* context, const quire::NormArgs* args);
 QUIRE_API int32_t quire_layer_norm(const quire::Context* context, const quire::NormArgs* args);
 QUIRE_API int32_t quire_silu_and_mul(const quire::Context* context, const quire::SiluArgs* args);

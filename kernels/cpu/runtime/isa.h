@@ -39,6 +39,15 @@ struct Unit {
   float* states;
 };
 
+// Queries `begin` to `end` - 1 of one head of a text, which one thread computes.
+struct TextUnit {
+  int32_t first_token;  // of the text, in the batch
+  int32_t length;       // of the text
+  int32_t head;
+  int32_t begin;
+  int32_t end;
+};
+
 // Tokens that have adapters, slot by slot, in their order. A slot has tokens `begin` to `end` - 1.
 struct TokensOfSlot {
   int64_t slot, begin, end;
@@ -133,6 +142,9 @@ struct IsaKernels {
   // Output of the unit's rows and heads, from the states of all its chunks, [chunks, num_rows, Hq]. Overwrites the
   // states of the first chunk.
   ByDtype<void (*)(const AttentionArgs&, const Unit&, float* states, int64_t chunks)> merge;
+  ByDtype<void (*)(const TextAttentionArgs&, const TextUnit* begin, const TextUnit* end, std::byte* scratch)>
+      attend_texts;
+  ByDtype<int64_t (*)(const TextAttentionArgs&)> texts_scratch;  // bytes
   // Lines begin to end of the operation.
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> rms_norm;
   ByDtype<void (*)(const NormArgs&, int64_t begin, int64_t end)> layer_norm;

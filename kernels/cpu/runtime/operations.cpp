@@ -128,6 +128,7 @@ class Operations {
 
   // Checks the arguments and copies them. Adds nothing where they are wrong. Throws std::bad_alloc.
   Status add_paged_attention(const AttentionArgs& args);
+  Status add_text_attention(const TextAttentionArgs& args);
   Status add_rms_norm(const NormArgs& args);
   Status add_layer_norm(const NormArgs& args);
   Status add_silu_and_mul(const SiluArgs& args);
@@ -187,6 +188,29 @@ Status Operations::add_paged_attention(const AttentionArgs& args) {
   }
   works_.push_back(attention_work(context_.kernels, args, *plan));
   return kOk;
+}
+
+Status Operations::add_text_attention(const TextAttentionArgs& args) {
+  std::vector<TextUnit> units;
+  int64_t first = 0, pairs = 0;  // of queries and keys
+  for (int64_t text = 0; text < args.num_texts; ++text) {
+    const int32_t length = args.lengths[text];
+    if (length < 1 || length > args.num_tokens - first) return kBadLengths;
+    for (int32_t head = 0; head < args.num_heads; ++head)
+      for (int32_t begin = 0; begin < length; begin += kQueryRows)
+        units.push_back({static_cast<int32_t>(first), length, head, begin, std::min<int32_t>(begin + kQueryRows, length)});
+    pairs += std::min<int64_t>(length, 2 * args.window + 1) * length;
+    first += length;
+  }
+  if (first != args.num_tokens) return kBadLengths;
+  const auto kernel = context_.kernels.attend_texts.of[args.dtype];
+  const int64_t num_units = units.size(), of_unit = pairs * args.num_heads / std::max<int64_t>(num_units, 1);
+  return add(
+      num_units, grain(kWorthThreads, of_unit),
+      [=, units = std::move(units)](int64_t begin, int64_t end, const Scratch& scratch) {
+        kernel(args, units.data() + begin, units.data() + end, scratch.own);
+      },
+      context_.kernels.texts_scratch.of[args.dtype](args));
 }
 
 Status Operations::add_rms_norm(const NormArgs& args) {
@@ -447,6 +471,7 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
     return quire::run_added(*context, args->threads, [&](quire::Operations& all) { return all.add_##name(*args); }); \
   }
 QUIRE_OPERATION(paged_attention, AttentionArgs)
+QUIRE_OPERATION(text_attention, TextAttentionArgs)
 QUIRE_OPERATION(rms_norm, NormArgs)
 QUIRE_OPERATION(layer_norm, NormArgs)
 QUIRE_OPERATION(silu_and_mul, SiluArgs)

@@ -133,6 +133,17 @@ inline Vec softplus(Vec x) {
   return fma(p, s, max(zero(), x));
 }
 
+// x times the normal distribution's share below it, to 1e-7 |x|: the complement of the error function by the rational
+// function 7.1.26 of Abramowitz and Stegun's handbook.
+inline Vec gelu(Vec x) {
+  const Vec size = max(zero() - x, x), t = set1(1.0f) / fma(size, set1(0.3275911f * 0.70710678f), set1(1.0f));
+  Vec p = fma(set1(1.061405429f), t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  return fnma(size, set1(0.5f) * p * t * exp(x * x * set1(-0.5f)), max(zero(), x));
+}
+
 inline Vec silu(Vec x) { return x / (set1(1.0f) + exp(zero() - x)); }
 
 // Rounding to int8 as kernels/int8.py does it, and lines of a pool of int8: the values of one token and head, padded,

@@ -121,6 +121,16 @@ def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa:
     assert torch.equal(*results)
 
 
+@parametrize_pairwise("isa,dtype,in_features", ISAS, DTYPES, [33, 384, 1000])
+def test_a_token_has_the_same_bits_with_few_and_with_many_others(isa: str, dtype: torch.dtype, in_features: int) -> None:
+    kernels = products_of(isa, dtype, Quantization.NONE)
+    x, bias = torch.randn(600, in_features).to(dtype), torch.randn(70).to(dtype)
+    packed = kernels.pack_weight(make_weight(70, in_features, dtype), False, Quantization.NONE)
+    whole = kernels.product(x, packed, bias, "gelu", dtype)
+    for first, last in ((0, 1), (3, 5), (5, 16), (7, 20), (500, 523), (9, 600)):
+        assert torch.equal(kernels.product(x[first:last], packed, bias, "gelu", dtype), whole[first:last])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation_equals_torchs(activation: str, isa: str) -> None:
     kernels, weight, bias = make_kernels(isa), make_weight(45, 64), torch.randn(45).bfloat16()
