@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from worker_svc.device.seals import SealInventory
-from worker_svc.encoders.bert import BertEncoder, PackedTexts
+from worker_svc.encoders.encoder import Encoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.step import AdmittedStep, RowChanges, RowVector, SealedBlocks, StepOutput, StepTimings
 from worker_svc.streams import Stopwatch
@@ -31,7 +31,7 @@ class EncoderRunner:
 
     def __init__(
         self,
-        encoder: BertEncoder,
+        encoder: Encoder,
         vectors: TextVectors | PairScores,
         num_blocks: int,
         *,

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from kernels.packed_weight import Quantization
-from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.embedding_models import FAMILIES, make_embedding_model, make_ranking_model
-from worker_svc.encoders.bert import PackedTexts
+from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_model, make_ranking_model
+from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.parallel.ranks import ALONE
@@ -25,6 +26,9 @@ from worker_svc.weights import Placement
 Modules = Sequence[tuple[str, Mapping[str, Any]]]
 
 TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
+# Of 1 to 58 tokens, in addition to two special ones; texts of a window's size and one more are among them.
+WORDS = ("the", "cat", "sat", "on", "a", "big", "red", "mat")
+LENGTHS = tuple(" ".join(WORDS[place % 8] for place in range(count)) for count in range(59))
 MEAN: Modules = (("Pooling", {"pooling_mode_mean_tokens": True}),)
 DENSE = {"in_features": 96, "out_features": 20, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
 VARIANTS: dict[str, Modules | None] = {
@@ -60,17 +64,18 @@ def vectors_of(path: Path, dtype: torch.dtype, texts: Sequence[str] = TEXTS) -> 
         return vectors(encoder(packed), packed.lengths)
 
 
-def check(path: Path) -> None:
-    truth = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS), convert_to_tensor=True)
-    exact = vectors_of(path, torch.float32)
-    torch.testing.assert_close(exact, truth, rtol=1e-4, atol=1e-5)
-    rounded = vectors_of(path, torch.bfloat16)
-    assert torch.cosine_similarity(rounded, truth).min() > 0.999
+def check(path: Path, texts: Sequence[str] = TEXTS) -> None:
+    truth = SentenceTransformer(str(path), device="cpu").encode(list(texts), convert_to_tensor=True)
+    exact = vectors_of(path, torch.float32, texts)
+    torch.testing.assert_close(exact, truth, rtol=1e-4, atol=1e-4)
+    assert torch.cosine_similarity(exact, truth).min() > 0.99999
+    rounded = vectors_of(path, torch.bfloat16, texts)
+    assert torch.cosine_similarity(rounded, truth).min() > 0.9999
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    check(make_embedding_model(tmp_path, family, modules=MEAN))
+    check(make_embedding_model(tmp_path, family, modules=MEAN, max_seq_length=60), LENGTHS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -78,11 +83,27 @@ def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     check(make_embedding_model(tmp_path, modules=VARIANTS[name]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_of_the_shortest_and_the_longest_text_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = ModelDirectory.open(make_embedding_model(tmp_path, family))
+    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
+    encoder = load_encoder(directory, placement)
+    texts = [torch.arange(length) % 20 + 5 for length in (1, encoder.max_tokens)]
+    truth = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        expected = torch.cat([truth(text[None]).last_hidden_state[0] for text in texts])
+        found = encoder(PackedTexts.of(texts))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = make_embedding_model(tmp_path, modules=(*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {})))
-    together = vectors_of(path, dtype, TEXTS * 3)
-    each_by_itself = torch.cat([vectors_of(path, dtype, [text]) for text in TEXTS])
+def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
+    modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {}))
+    path = make_embedding_model(tmp_path, family, modules=modules)
+    texts = (*TEXTS, LENGTHS[40])
+    together = vectors_of(path, dtype, texts * 3)
+    each_by_itself = torch.cat([vectors_of(path, dtype, [text]) for text in texts])
     assert torch.equal(together, each_by_itself.repeat(3, 1))
 
 
@@ -91,7 +112,7 @@ PAIRS = [("a cat", text) for text in ("the cat sat on the mat", "a big red dog",
 
 @pytest.mark.parametrize(
     ("family", "activation"),
-    [*((family, None) for family in FAMILIES), ("bert", "torch.nn.modules.linear.Identity")],
+    [*((family, None) for family in RANKERS), ("bert", "torch.nn.modules.linear.Identity")],
 )
 def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None, tmp_path: Path) -> None:
     directory = ModelDirectory.open(
@@ -104,7 +125,7 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
         return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
 
     packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
-    head = PairScores(files, directory.architecture, 48)
+    head = PairScores(files, directory.architecture, encoder_fields(directory))
     placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
     encoder = load_encoder(directory, placement, head)
     with torch.inference_mode():
