@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.model_files.architectures import ENCODERS, RANKERS
+from quire.model_files.gguf_encoders import dense_of, pooling_of
+from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.runtime.settings import ConfigurationError
 
@@ -81,13 +83,15 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer with the weights of `folder`, and a function of `ACTIVATIONS`."""
+    """A linear layer with the weights of `folder`, or a tensor of the GGUF file `folder`, and a function of
+    `ACTIVATIONS`."""
 
     folder: Path
     in_features: int
     out_features: int
     has_bias: bool
     activation: str
+    tensor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,8 @@ class EmbeddingFiles:
         """None for a model that generates text. Raises ConfigurationError for a module that is not known."""
         if directory.architecture not in ENCODERS:
             return None
+        if directory.gguf is not None:
+            return cls(_modules_of_gguf(directory.path, directory.gguf))
         path = directory.path
         listed = _read(path / EMBEDDING_MODULES)
         if listed is None:
@@ -191,6 +197,8 @@ class RankingFiles:
         """None for a model that scores no pairs. Raises ConfigurationError for a function that is not known."""
         if directory.architecture not in RANKERS:
             return None
+        if directory.gguf is not None:
+            return cls("Sigmoid")
         settings = directory.config.get("sentence_transformers")
         named = settings.get("activation_fn") if isinstance(settings, dict) else None
         named = named or directory.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
@@ -221,6 +229,12 @@ def hidden_size_of(directory: ModelDirectory) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{directory.path}: hidden_size is {value!r:.80}; expected an integer of at least 1")
     return value
+
+
+def _modules_of_gguf(path: Path, header: GgufHeader) -> tuple[Module, ...]:
+    """Files do not say whether vectors are scaled to the length 1; llama.cpp always does that."""
+    layers = [Dense(path, shape[1], shape[0], False, "Identity", name) for name, shape in dense_of(header)]
+    return (Pooling((pooling_of(header),)), *layers, Normalize())
 
 
 def _read(path: Path) -> Any:

@@ -428,6 +428,11 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
     else:
         others = (reason for suffix, reason in _OTHER_TASKS.items() if names[0].endswith(suffix))
         reason = next(others, "is not supported")
+        if reason in _OTHER_TASKS.values():
+            raise ConfigurationError(
+                f"architecture {names[0]} of {path} {reason}; models that give vectors are {', '.join(ENCODERS)}, and "
+                f"models that rank documents, with one label, {', '.join(RANKERS)} (docs/embeddings.md)"
+            )
     raise ConfigurationError(
         f"architecture {names[0]} of {path} {reason}; supported are {supported}, the language models of these kinds "
         f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"

@@ -71,6 +71,7 @@ def make_embedding_model(
     settings: Mapping[str, Any] | None = None,
     max_seq_length: int | None = 32,
     max_positions: int = 64,
+    hidden_size: int = 48,
 ) -> Path:
     """Writes a model.
 
@@ -78,10 +79,10 @@ def make_embedding_model(
         modules: after the encoder, each with its config.json; None writes no modules.json.
         settings: config_sentence_transformers.json.
     """
-    sizes = {"max_position_embeddings": max_positions, **_SIZES, "pad_token_id": 0}
+    sizes = {"max_position_embeddings": max_positions, **_SIZES, "pad_token_id": 0, "hidden_size": hidden_size}
     _write_model(path, transformers.AutoModel, FAMILIES[family](vocab_size=len(_PIECES), **sizes), max_positions)
     if modules is not None:
-        _write_modules(path, modules, _SIZES["hidden_size"])
+        _write_modules(path, modules, hidden_size)
         length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
         _write(path / "sentence_bert_config.json", {**length, "do_lower_case": False})
     if settings is not None:

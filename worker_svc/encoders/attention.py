@@ -19,8 +19,8 @@ def attend(
     """Each token attends to the tokens of its text.
 
     Args:
-        q: [T, heads, head size]; any strides, as are those of k and v.
-        k, v: [T, KV heads, head size]; the number of heads is a multiple of that of KV heads.
+        q: [T, heads, head size]; any strides, as k and v.
+        k, v: [T, KV heads, head size]; the number of heads is a multiple of the number of KV heads.
         lengths: number of tokens of each text, at least 1; their sum is T.
         scale: of the products of queries and keys.
         window: maximum distance of a key from its query; None: no limit.
@@ -48,7 +48,7 @@ def attend(
 
 
 def _mask(length: int, window: int | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to the scores of a text: [1 or heads, length, length]; None if nothing is."""
+    """The addends of the scores of a text, [1 or heads, length, length]; None if there are none."""
     if bias is None and (window is None or length <= window + 1):
         return None
     places = torch.arange(length)

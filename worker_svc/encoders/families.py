@@ -54,7 +54,7 @@ class Family:
     """A row of the table.
 
     Attributes:
-        defaults: of config.json; names of other families are replaced by those of BERT and Llama before
+        defaults: of config.json; names of other families are replaced by the names of BERT and Llama before
             (`encoder_fields`).
         only: fields that have one supported value.
         gated: activations multiply a gate with an up.
@@ -78,7 +78,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
-    """What a layer's tokens attend to: keys at most `window` away, or all; and how positions turn them."""
+    """The tokens of a layer attend to keys at most `window` away, or to all; `rope` is how positions turn them."""
 
     window: int | None = None
     rope: RopeConfig | None = None

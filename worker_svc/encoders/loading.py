@@ -21,12 +21,14 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
-from worker_svc.weights import Checkpoint, Loadable, Placement
+from worker_svc.weights import Checkpoint, Loadable, Placement, TensorSpec
 
 MAX_STEPS_IN_FLIGHT = 2
 # How the file of a model with a head names the parts of its encoder, and what the first BERT called a norm's numbers.
 _PREFIXES = ("bert.", "roberta.", "mpnet.", "distilbert.", "nomic_bert.", "gte.", "new.", "model.")
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+# Linear layers behind the pooling of a GGUF file.
+_READ_ELSEWHERE = ("dense_2.weight", "dense_3.weight")
 _logger = logging.getLogger(__name__)
 
 
@@ -44,7 +46,9 @@ def load_encoder(
     checkpoint = checkpoint.with_tensors({_own_name(name): each for name, each in checkpoint.tensors.items()})
     modules = (*encoder.modules(), *(() if head is None else head.modules()))
     layers = [module for module in modules if isinstance(module, Loadable)]
-    checkpoint.check(spec for layer in layers for spec in layer.tensors())
+    specs = [spec for layer in layers for spec in layer.tensors()]
+    checkpoint.check(specs)
+    checkpoint.check_all_used([*specs, *(TensorSpec(name, ()) for name in _READ_ELSEWHERE)])
     for layer in layers:
         layer.load(checkpoint)
     return encoder.eval()
@@ -85,12 +89,14 @@ def make_encoder_worker(
         vectors = TextVectors(files, hidden_size)
         encoder = load_encoder(directory, placement, longest=files.max_tokens)
     longest = encoder.max_tokens
-    if settings.max_model_len is not None and settings.max_model_len > longest + 1:
+    if settings.max_model_len is not None and settings.max_model_len > longest:
         raise ConfigurationError(
-            f"--max-model-len is {settings.max_model_len}; texts of this model have at most {longest} tokens, and the "
-            f"place of their vector counts as one more: use at most {longest + 1}"
+            f"--max-model-len is {settings.max_model_len}; texts of this model have at most {longest} tokens: use at "
+            f"most {longest}"
         )
-    max_model_len = settings.max_model_len or longest + 1
+    longest = settings.max_model_len or longest
+    # The place of the vector counts as one more.
+    max_model_len = longest + 1
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, 0)
     geometry = ModelGeometry(
         architecture=directory.architecture,

@@ -16,7 +16,7 @@ from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import LayerNorm
 from worker_svc.layers.products import Product, make_product
 from worker_svc.models.base import ConfigFields
-from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec
+from worker_svc.weights import Checkpoint, Loadable, Placement, TensorReader, TensorSpec
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -161,6 +161,9 @@ _HEADS = {
 
 def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [out, in] and bias [out] in float32."""
+    if module.tensor is not None:
+        spec = TensorSpec(module.tensor, (module.out_features, module.in_features))
+        return Checkpoint.open(module.folder, base_prefix="").read(spec).float().clone(), None
     file = module.folder / "model.safetensors"
     try:
         tensors = load_file(file)

@@ -13,6 +13,8 @@ from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.step import AdmittedStep, RowChanges, RowVector, SealedBlocks, StepOutput, StepTimings
 from worker_svc.streams import Stopwatch
 
+_FAILURE = "the vector of the text, or its score, holds NaN or infinity"
+
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
@@ -74,6 +76,7 @@ class EncoderRunner:
                 timings=StepTimings(queue_us, *stopwatch.stages_us()),
                 num_computed_tokens=int(step.batch.num_new_tokens.sum()),
                 vectors=tuple(RowVector(row, vector) for row, vector in found.items() if row not in failed),
+                failure=_FAILURE,
             )
         )
 

@@ -233,7 +233,7 @@ class ModelServicer:
             architecture=self._model.architecture,
             dtype=welcome.dtype,
             vocab_size=limits.vocab_size,
-            max_model_len=limits.max_model_len,
+            max_model_len=limits.shown_model_len,
             eos_token_ids=self._model.eos_token_ids,
             has_chat_template=self._model.chat.template is not None,
             parent=self._adapters.parent_of(name),

@@ -26,7 +26,7 @@ from worker_svc.weights import Placement
 Modules = Sequence[tuple[str, Mapping[str, Any]]]
 
 TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
-# Of 1 to 58 tokens, in addition to two special ones; texts of a window's size and one more are among them.
+# Texts of 0 to 58 tokens and two special ones: shorter and longer than windows.
 WORDS = ("the", "cat", "sat", "on", "a", "big", "red", "mat")
 LENGTHS = tuple(" ".join(WORDS[place % 8] for place in range(count)) for count in range(59))
 MEAN: Modules = (("Pooling", {"pooling_mode_mean_tokens": True}),)
@@ -62,6 +62,23 @@ def vectors_of(path: Path, dtype: torch.dtype, texts: Sequence[str] = TEXTS) -> 
     vectors = TextVectors(files, encoder.hidden_size)
     with torch.inference_mode():
         return vectors(encoder(packed), packed.lengths)
+
+
+def scores_of(path: Path) -> torch.Tensor:
+    """[pairs] of `PAIRS` by Quire's encoder."""
+    directory = ModelDirectory.open(path)
+    files, tokenizer = RankingFiles.of(directory), Tokenizer.open(directory, FairExecutor(1))
+    assert files is not None
+
+    async def encode() -> list[list[int]]:
+        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
+
+    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
+    head = PairScores(files, directory.architecture, encoder_fields(directory))
+    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
+    encoder = load_encoder(directory, placement, head)
+    with torch.inference_mode():
+        return head(encoder(packed), packed.lengths)[:, 0]
 
 
 def check(path: Path, texts: Sequence[str] = TEXTS) -> None:
@@ -115,23 +132,11 @@ PAIRS = [("a cat", text) for text in ("the cat sat on the mat", "a big red dog",
     [*((family, None) for family in RANKERS), ("bert", "torch.nn.modules.linear.Identity")],
 )
 def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None, tmp_path: Path) -> None:
-    directory = ModelDirectory.open(
-        make_ranking_model(tmp_path, family, activation=activation, types=activation is not None)
-    )
-    files, tokenizer = RankingFiles.of(directory), Tokenizer.open(directory, FairExecutor(1))
-    assert files is not None
-
-    async def encode() -> list[list[int]]:
-        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
-
-    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
-    head = PairScores(files, directory.architecture, encoder_fields(directory))
-    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
-    encoder = load_encoder(directory, placement, head)
-    with torch.inference_mode():
-        scores = head(encoder(packed), packed.lengths)[:, 0]
+    make_ranking_model(tmp_path, family, activation=activation, types=activation is not None)
+    scores = scores_of(tmp_path)
     truth = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS, convert_to_tensor=True)
     torch.testing.assert_close(scores, truth, rtol=1e-4, atol=1e-5)
+    assert scores.argsort().tolist() == truth.argsort().tolist()
 
 
 @pytest.mark.parametrize(
