@@ -95,7 +95,7 @@ def _generation_config(fields: GgufFields) -> dict[str, Any]:
 
 
 def _config(fields: GgufFields) -> dict[str, Any]:
-    make = (CONFIGS | ENCODER_CONFIGS).get(fields.architecture)
+    make = {**CONFIGS, **ENCODER_CONFIGS}.get(fields.architecture)
     if make is None:
         known = ", ".join((*CONFIGS, *ENCODER_CONFIGS))
         raise fields.error(

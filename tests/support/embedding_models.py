@@ -54,7 +54,7 @@ FAMILIES: Mapping[str, Callable[..., transformers.PretrainedConfig]] = {
         **{**sizes, **_WINDOWS},
         use_bidirectional_attention=True,
         sliding_window=10,
-        sliding_window_pattern=3,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
         num_key_value_heads=2,
         head_dim=16,
         query_pre_attn_scalar=12,

@@ -173,8 +173,7 @@ def _layers(fields: ConfigFields, family: Family, head_dim: int) -> tuple[Attent
     full, sliding = (_rope(ConfigFields(each), head_dim) for each in sections)
     types, period = fields.values.get("layer_types"), fields.integer("sliding_window_pattern", 6)
     if types is None:
-        full = range(count)[family.full_layer % period :: period]
-        types = [_FULL if index in full else _SLIDING for index in range(count)]
+        types = [_FULL if (index - family.full_layer) % period == 0 else _SLIDING for index in range(count)]
     if not isinstance(types, list) or len(types) != count or not {_FULL, _SLIDING}.issuperset(types):
         raise fields.error("layer_types", types, f"{count} of {_FULL} and {_SLIDING}")
     return tuple(AttentionKind(window, sliding) if each == _SLIDING else AttentionKind(None, full) for each in types)

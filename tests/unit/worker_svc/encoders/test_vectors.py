@@ -1,6 +1,7 @@
 """Vectors of encoders are equal to what sentence-transformers makes of the same files."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,55 @@ def check(path: Path, texts: Sequence[str] = TEXTS) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     check(make_embedding_model(tmp_path, family, modules=MEAN, max_seq_length=60), LENGTHS)
+
+
+def test_the_fixed_ntk_scaling_of_gte_is_another_base_and_a_factor(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "gte") / "config.json"
+    config = json.loads(file.read_text())
+    # The frequencies are (factor * base) ** (-2i / size) / factor ** (2 / size).
+    same = {"rope_type": "linear", "rope_theta": 8 * 500.0, "factor": 8 ** (2 / 12)}
+    file.write_text(json.dumps(config | {"rope_parameters": same}))
+    truth = SentenceTransformer(str(tmp_path), device="cpu").encode(list(TEXTS), convert_to_tensor=True)
+    in_its_own_words = {"rope_theta": 500.0, "rope_scaling": {"type": "ntk", "factor": 8.0}, "rope_parameters": None}
+    file.write_text(json.dumps(config | in_its_own_words | {"model_type": "new", "architectures": ["NewModel"]}))
+    torch.testing.assert_close(vectors_of(tmp_path, torch.float32), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_fields_of_nomics_own_code_are_read(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "nomic_bert") / "config.json"
+    expected = vectors_of(tmp_path, torch.float32)
+    sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes |= {"vocab_size": 79, "type_vocab_size": 2}
+    further = {"rotary_emb_base": 1000, "activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "prenorm": False}
+    biases = dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
+    own = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], **sizes, **further, **biases}
+    file.write_text(json.dumps(own))
+    assert torch.equal(vectors_of(tmp_path, torch.float32), expected)
+    file.write_text(json.dumps(own | {"moe_every_n_layers": 2}))
+    with pytest.raises(ConfigurationError, match="moe_every_n_layers is 2; expected 0, the only supported value"):
+        vectors_of(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "older"),
+    [
+        ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 1e4}),
+        ("gemma3_text", {"_sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    ],
+)
+def test_fields_of_older_transformers_are_read(family: str, older: dict[str, Any], tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, family) / "config.json"
+    expected = vectors_of(tmp_path, torch.float32, LENGTHS)
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in older}
+    file.write_text(json.dumps(config | older | {"layer_types": None, "rope_parameters": None}))
+    assert torch.equal(vectors_of(tmp_path, torch.float32, LENGTHS), expected)
+
+
+def test_a_decoder_of_gemma_is_refused(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "gemma3_text") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_bidirectional_attention": False}))
+    with pytest.raises(ConfigurationError, match="use_bidirectional_attention is False; expected true, the only"):
+        vectors_of(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
