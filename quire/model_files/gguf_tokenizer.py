@@ -249,16 +249,13 @@ def _unigram(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) ->
             "it does not name the first, the last and the unknown token (tokenizer.ggml.bos_token_id, ...)"
         )
     charsmap = fields.header.metadata.get("tokenizer.ggml.precompiled_charsmap") or []
-    normalizers: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}]
-    if charsmap:
-        encoded = base64.b64encode(bytes(each & 0xFF for each in charsmap)).decode()
-        normalizers.insert(0, {"type": "Precompiled", "precompiled_charsmap": encoded})
+    encoded = base64.b64encode(bytes(each & 0xFF for each in charsmap)).decode()
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": True}
     scores = _scores(fields, tokens, kinds)
     return {
         **_around(tokens, first, last, separators=2),
         "added_tokens": _added_tokens(tokens, kinds),
-        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": encoded} if encoded else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
         "decoder": metaspace,
         "model": {

@@ -131,7 +131,8 @@ class EncoderLayer(nn.Module):
         cos_sin: torch.Tensor | None,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual [T, hidden] -> x, residual of the next layer. `cos_sin` and `bias` are as in `ops.rotary`, `attend`."""
+        """x, residual [T, hidden] -> x, residual of the next layer. `cos_sin` is as in `ops.rotary`, `bias` as in
+        `attend`."""
         heads = self.qkv(x).view(len(x), -1, self._config.head_dim)
         q, k, v = heads.split(self._sizes, 1)
         if self.head_norms:

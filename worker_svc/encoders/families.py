@@ -174,7 +174,7 @@ def _layers(fields: ConfigFields, family: Family, head_dim: int) -> tuple[Attent
     types, period = fields.values.get("layer_types"), fields.integer("sliding_window_pattern", 6)
     if types is None:
         types = [_FULL if (index - family.full_layer) % period == 0 else _SLIDING for index in range(count)]
-    if not isinstance(types, list) or len(types) != count or not {_FULL, _SLIDING}.issuperset(types):
+    if not isinstance(types, list) or len(types) != count or any(each not in (_FULL, _SLIDING) for each in types):
         raise fields.error("layer_types", types, f"{count} of {_FULL} and {_SLIDING}")
     return tuple(AttentionKind(window, sliding) if each == _SLIDING else AttentionKind(None, full) for each in types)
 

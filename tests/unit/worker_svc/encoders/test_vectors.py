@@ -112,7 +112,7 @@ def test_fields_of_nomics_own_code_are_read(tmp_path: Path) -> None:
     file = make_embedding_model(tmp_path, "nomic_bert") / "config.json"
     expected = vectors_of(tmp_path, torch.float32)
     sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    sizes |= {"vocab_size": 79, "type_vocab_size": 2}
+    sizes |= {"vocab_size": 78, "type_vocab_size": 2}
     further = {"rotary_emb_base": 1000, "activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "prenorm": False}
     biases = dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
     own = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], **sizes, **further, **biases}
