@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from quire.model_files.architectures import RANKERS
+from quire.model_files.embedding_files import EmbeddingFiles, hidden_size_of
 from quire.model_files.model_directory import HubName, ModelDirectory, weight_files
 from quire.model_files.model_source import hub_name, resolve_model
 from quire.model_files.state_sizes import state_sizes
@@ -194,9 +196,15 @@ def _model(name: str | None) -> Finding:
     try:
         directory = ModelDirectory.open(resolve_model(name))
         size = sum(file.stat().st_size for file in weight_files(directory.path))
+        vectors = EmbeddingFiles.of(directory)
+        numbers = None if vectors is None else vectors.size(hidden_size_of(directory))
     except ConfigurationError as error:
         return Finding("model", Verdict.WRONG, str(error), "give another --model")
     found = f"{directory.path}, {directory.architecture}, {size / _GIB:.2f} GiB of weights"
+    if numbers is not None:
+        found += f"; it gives vectors of {numbers} numbers"
+    elif directory.architecture in RANKERS:
+        found += "; it ranks documents"
     if (states := state_sizes(directory.architecture, directory.config)) is not None:
         of_each = states.num_bytes / (1 << 20)
         found += (

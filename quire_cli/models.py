@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.model_files.architectures import ENCODERS
+from quire.model_files.architectures import ENCODERS, RANKERS
+from quire.model_files.embedding_files import EmbeddingFiles
 from quire.model_files.gguf_header import SUFFIX, GgufHeader, part_names
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory, is_gguf, weight_files
 from quire.model_files.model_source import resolve_model
@@ -134,9 +135,10 @@ def _models_below(directory: Path) -> Iterator[Path]:
 def _read(name: str, path: Path) -> _Model:
     try:
         described, files = ModelDirectory.open(path), weight_files(path)
+        EmbeddingFiles.of(described)  # refuses modules that are not supported
         format, parameters = _of_gguf(path) if is_gguf(path) else _of_safetensors(files)
         size = sum(file.stat().st_size for file in files)
-        kv_bytes = None if described.architecture in ENCODERS else _kv_bytes(described)
+        kv_bytes = None if described.architecture in ENCODERS | RANKERS else _kv_bytes(described)
         of_states = state_sizes(described.architecture, described.config)
         state_bytes = None if of_states is None else of_states.num_bytes
         return _Model(name, str(path), described.architecture, format, parameters, size, kv_bytes, state_bytes)

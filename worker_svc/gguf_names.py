@@ -136,7 +136,47 @@ _NEMOTRON_H = _mamba_2("mixer") | {
         exp_probs_b="mixer.gate.e_score_correction_bias",
     ),
 }
+_BERT = {
+    "token_embd": "embeddings.word_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_embd_norm": "embeddings.LayerNorm",
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+    "cls": "pooler.dense",
+    "cls.output": "classifier",
+}
 DIFFERENT: Mapping[str, Mapping[str, str]] = {
+    "bert": _BERT,
+    "nomic-bert": _BERT
+    | {
+        "token_embd_norm": "emb_ln",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.out_proj",
+        "attn_output_norm": "norm1",
+        "ffn_up": "mlp.fc11",
+        "ffn_gate": "mlp.fc12",
+        "ffn_down": "mlp.fc2",
+        "layer_output_norm": "norm2",
+    },
+    "modern-bert": {
+        "token_embd": "embeddings.tok_embeddings",
+        "token_embd_norm": "embeddings.norm",
+        "output_norm": "final_norm",
+        "attn_norm": "attn_norm",
+        "attn_qkv": "attn.Wqkv",
+        "attn_output": "attn.Wo",
+        "ffn_norm": "mlp_norm",
+        "ffn_up": "mlp.Wi",
+        "ffn_down": "mlp.Wo",
+    },
+    "gemma-embedding": _GEMMA_2 | {"dense_2": "dense_2", "dense_3": "dense_3"},
     **dict.fromkeys(("llama", "mistral", "phimoe", "minimax-m2"), _MIXTRAL),
     **dict.fromkeys(("qwen2moe", "qwen3moe", "qwen3vlmoe"), _QWEN_EXPERTS),
     **dict.fromkeys(("gemma2", "gemma3"), _GEMMA_2),
@@ -234,7 +274,13 @@ DIFFERENT: Mapping[str, Mapping[str, str]] = {
 """By architecture: the names that are not the usual ones."""
 # Their numbers are part of the configuration.
 OF_CONFIGURATION = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-LAYERS = {"gpt2": "transformer.h", "mamba": "backbone.layers", "mamba2": "backbone.layers"}
+LAYERS = {
+    "gpt2": "transformer.h",
+    **dict.fromkeys(("mamba", "mamba2"), "backbone.layers"),
+    "bert": "encoder.layer",
+    "nomic-bert": "encoder.layers",
+    "modern-bert": "layers",
+}
 """The module of all layers, if it is not model.layers."""
 OF_KEYS = ("attn_k", "attn_v", "attn_k_norm")
 """Tensors that files also have in layers that read the keys and values of earlier ones."""
@@ -257,7 +303,9 @@ ROTATES_NEIGHBOURS = frozenset(
     )
 )
 """Architectures whose files have pairs that rotate together as neighbours, and transformers half a head apart."""
-NORMS_FROM_1 = frozenset(("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next"))
+NORMS_FROM_1 = frozenset(
+    ("gemma", "gemma2", "gemma3", "gemma-embedding", "nemotron", "qwen35", "qwen35moe", "qwen3next")
+)
 """Architectures whose files have the factors of norms, and transformers the factors minus 1."""
 WITHOUT_KIND = (
     *("self_attn.sinks", "e_score_correction_bias", ".expert_bias", ".A_log", ".dt_bias", ".D"),

@@ -440,6 +440,8 @@ class StepOutput:
     num_passes: int = 1
     """Number of runs of the model."""
     vectors: tuple[RowVector, ...] = ()
+    failure: str = "the logits hold NaN or +infinity, or nothing finite"
+    """The reason of the rows in `failed_rows` that were not refused."""
 
     @property
     def num_sampled_tokens(self) -> int:

@@ -15,6 +15,7 @@ from gateway.api.front import FrontContext
 from gateway.api.openapi import ApiRoute
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
+from gateway.request.limits import shown_model_len
 from quire.rpc.errors import NotFound
 
 
@@ -91,7 +92,8 @@ def shared_routes(context: FrontContext) -> list[ApiRoute]:
         return {"id": asked, "object": "request", "cancelled": True}
 
     def described(generator: Generator, name: str) -> ServedModelShape:
-        lengths = [welcome.max_model_len for welcome in generator.replicas.welcomes]
+        welcomes, kind = generator.replicas.welcomes, generator.model.kind
+        lengths = [shown_model_len(kind, welcome.max_model_len) for welcome in welcomes]
         return {
             "id": name,
             "object": "model",

@@ -171,7 +171,7 @@ class Generator:
         """
         longest_s = self._settings.connect_timeout
         welcomes = await self.replicas.wait_until_known(longest_s if patience_s is None else min(patience_s, longest_s))
-        return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes)
+        return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes, self.model.kind)
 
     @asynccontextmanager
     async def run(self, options: RequestOptions, *, memory: CallMemory) -> AsyncGenerator[LiveRequest]:

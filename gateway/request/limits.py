@@ -7,7 +7,7 @@ from typing import Self
 
 from gateway.replicas.events import Welcome
 from gateway.settings import GatewaySettings
-from gateway.types import Clamp, RequestOptions
+from gateway.types import Clamp, ModelKind, RequestOptions
 
 MAX_N = 128
 MAX_REQUEST_ID_LENGTH = 128
@@ -112,6 +112,7 @@ class Limits:
         pools: The KV pools of the replicas. Any replica may get the request.
         vocab_size: Width of the logits; token ids are below it.
         max_model_len: The maximum number of tokens, prompt and output.
+        shown_model_len: The same as callers are told: the vector or score of a text is no token of output.
         max_prompt_tokens: Always below max_model_len, so that at least one token can be generated.
         longest_token_bytes: The maximum size of the text of one token, in UTF-8.
         max_n: The maximum number of sequences of one request.
@@ -121,6 +122,7 @@ class Limits:
     pools: tuple[Pool, ...]
     vocab_size: int
     max_model_len: int
+    shown_model_len: int
     max_prompt_tokens: int
     longest_token_bytes: int
     max_message_bytes: int
@@ -151,7 +153,17 @@ class Limits:
         return min(self.max_model_len, *(pool.longest_sequence(prompt_tokens, num_sequences) for pool in self.pools))
 
 
-def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_token_bytes: int) -> Limits:
+def shown_model_len(kind: ModelKind, max_model_len: int) -> int:
+    """`Limits.shown_model_len`."""
+    return max_model_len if kind is ModelKind.TEXT else max_model_len - 1
+
+
+def limits_of(
+    settings: GatewaySettings,
+    welcomes: Sequence[Welcome],
+    longest_token_bytes: int,
+    kind: ModelKind = ModelKind.TEXT,
+) -> Limits:
     """The limits that hold on every replica, since any replica may get the request."""
     max_model_len = min(welcome.max_model_len for welcome in welcomes)
     most = max_model_len if settings.max_prompt_tokens is None else settings.max_prompt_tokens
@@ -159,6 +171,7 @@ def limits_of(settings: GatewaySettings, welcomes: Sequence[Welcome], longest_to
         pools=tuple(map(Pool.of, welcomes)),
         vocab_size=min(welcome.vocab_size for welcome in welcomes),
         max_model_len=max_model_len,
+        shown_model_len=shown_model_len(kind, max_model_len),
         max_prompt_tokens=min(max_model_len - 1, most),
         longest_token_bytes=longest_token_bytes,
         max_message_bytes=settings.max_message_bytes,

@@ -63,7 +63,7 @@ class TextService:
                 token_ids = await generator.model.chat.encode(text)
             else:
                 token_ids = await tokenizer.encode(text.text, add_special_tokens=add_special_tokens)
-            return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.max_model_len)
+            return TokenizedText(token_ids, await tokenizer.spell(token_ids), limits.shown_model_len)
 
     async def detokenize(self, model: str | None, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """The text of token ids.

@@ -246,7 +246,7 @@ def _check_prompt_length(
 
 def _context_length(limits: Limits) -> str:
     """The words by which client libraries recognise a prompt that is too long."""
-    return f"this model's maximum context length is {limits.max_model_len} tokens (context_length_exceeded)"
+    return f"this model's maximum context length is {limits.shown_model_len} tokens (context_length_exceeded)"
 
 
 def check_prompt_tokens(field: str, token_ids: Sequence[int], limits: Limits) -> None:

@@ -87,6 +87,13 @@ ENCODERS = {
     "RobertaModel": "roberta",
     "XLMRobertaModel": "xlm-roberta",
     "CamembertModel": "camembert",
+    "ModernBertModel": "modernbert",
+    "MPNetModel": "mpnet",
+    "DistilBertModel": "distilbert",
+    "NomicBertModel": "nomic_bert",
+    "GteModel": "gte",
+    "NewModel": "new",
+    "Gemma3TextModel": "gemma3_text",
 }
 """Encoders, which give vectors of texts: model_type of config.json by architecture."""
 RANKERS = {
@@ -94,6 +101,11 @@ RANKERS = {
     "RobertaForSequenceClassification": "roberta",
     "XLMRobertaForSequenceClassification": "xlm-roberta",
     "CamembertForSequenceClassification": "camembert",
+    "ModernBertForSequenceClassification": "modernbert",
+    "MPNetForSequenceClassification": "mpnet",
+    "DistilBertForSequenceClassification": "distilbert",
+    "GteForSequenceClassification": "gte",
+    "NewForSequenceClassification": "new",
 }
 """Encoders with a head that scores a pair of texts, by architecture."""
 _WKV, _LIGHTNING = "the WKV recurrence", "lightning attention"

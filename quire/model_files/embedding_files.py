@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.model_files.architectures import ENCODERS, RANKERS
+from quire.model_files.gguf_encoders import dense_of, pooling_of
+from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.runtime.settings import ConfigurationError
 
@@ -33,6 +35,43 @@ _TYPES = "token_type_ids"
 # The inputs that tokenizers of transformers give a model, if tokenizer_config.json does not list them.
 _INPUTS = {name: [_TYPES] for name in ("BertTokenizer", "BertTokenizerFast")}
 _TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+# By model_type: names of fields of config.json, and the names that most encoders have for them.
+_OTHER_NAMES = {
+    "distilbert": {
+        "dim": "hidden_size",
+        "hidden_dim": "intermediate_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "activation": "hidden_act",
+    },
+    "nomic_bert": {
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings",
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "rotary_emb_base": "rope_theta",
+        "qkv_proj_bias": "attention_bias",
+        "mlp_fc1_bias": "mlp_bias",
+        "mlp_fc2_bias": "mlp_down_bias",
+    },
+    "modernbert": {
+        "hidden_activation": "hidden_act",
+        "norm_eps": "layer_norm_eps",
+        "local_attention": "sliding_window",
+        "global_attn_every_n_layers": "sliding_window_pattern",
+        "global_rope_theta": "rope_theta",
+        "local_rope_theta": "rope_local_base_freq",
+    },
+    "gemma3_text": {
+        "hidden_activation": "hidden_act",
+        "rms_norm_eps": "layer_norm_eps",
+        "_sliding_window_pattern": "sliding_window_pattern",
+    },
+}
+_GATED = {"swiglu": "silu", "geglu": "gelu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +83,15 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A linear layer with the weights of `folder`, and a function of `ACTIVATIONS`."""
+    """A linear layer with the weights of `folder`, or a tensor of the GGUF file `folder`, and a function of
+    `ACTIVATIONS`."""
 
     folder: Path
     in_features: int
     out_features: int
     has_bias: bool
     activation: str
+    tensor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +122,8 @@ class EmbeddingFiles:
         """None for a model that generates text. Raises ConfigurationError for a module that is not known."""
         if directory.architecture not in ENCODERS:
             return None
+        if directory.gguf is not None:
+            return cls(_modules_of_gguf(directory.path, directory.gguf))
         path = directory.path
         listed = _read(path / EMBEDDING_MODULES)
         if listed is None:
@@ -154,6 +197,8 @@ class RankingFiles:
         """None for a model that scores no pairs. Raises ConfigurationError for a function that is not known."""
         if directory.architecture not in RANKERS:
             return None
+        if directory.gguf is not None:
+            return cls("Sigmoid")
         settings = directory.config.get("sentence_transformers")
         named = settings.get("activation_fn") if isinstance(settings, dict) else None
         named = named or directory.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
@@ -169,12 +214,27 @@ class RankingFiles:
         )
 
 
+def encoder_fields(directory: ModelDirectory) -> dict[str, Any]:
+    """config.json of an encoder, with the names of fields that most encoders have."""
+    config, names = directory.config, _OTHER_NAMES.get(str(directory.config.get("model_type")), {})
+    found = {name: value for name, value in config.items() if name not in names}
+    found |= {names[name]: value for name, value in config.items() if name in names and value is not None}
+    activation = str(found.get("hidden_act"))
+    return found | ({"hidden_act": _GATED[activation]} if activation in _GATED else {})
+
+
 def hidden_size_of(directory: ModelDirectory) -> int:
-    """The size of an encoder's hidden states; 768 where config.json does not say it, as in transformers."""
-    value = directory.config.get("hidden_size", 768)
+    """The size of an encoder's hidden states."""
+    value = encoder_fields(directory).get("hidden_size")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{directory.path}: hidden_size is {value!r:.80}; expected an integer of at least 1")
     return value
+
+
+def _modules_of_gguf(path: Path, header: GgufHeader) -> tuple[Module, ...]:
+    """Files do not say whether vectors are scaled to the length 1; llama.cpp always does that."""
+    layers = [Dense(path, shape[1], shape[0], False, "Identity", name) for name, shape in dense_of(header)]
+    return (Pooling((pooling_of(header),)), *layers, Normalize())
 
 
 def _read(path: Path) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.model_files.architectures import ARCHITECTURES
+from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
 from quire.model_files.gguf_config import num_layers
+from quire.model_files.gguf_encoders import ENCODER_CONFIGS, ranks
 from quire.model_files.gguf_families import CONFIGS, WITHOUT_ATTENTION
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.model_files.gguf_tokenizer import ends_of_turns, tokenizer_of
@@ -94,10 +95,11 @@ def _generation_config(fields: GgufFields) -> dict[str, Any]:
 
 
 def _config(fields: GgufFields) -> dict[str, Any]:
-    make = CONFIGS.get(fields.architecture)
+    make = {**CONFIGS, **ENCODER_CONFIGS}.get(fields.architecture)
     if make is None:
+        known = ", ".join((*CONFIGS, *ENCODER_CONFIGS))
         raise fields.error(
-            f"architecture {fields.architecture!r:.80} of GGUF files is not read; Quire reads {', '.join(CONFIGS)}; "
+            f"architecture {fields.architecture!r:.80} of GGUF files is not read; Quire reads {known}; "
             "docs/models.md says which others are served from a directory as transformers saves it"
         )
     if not fields.header.tensors:
@@ -112,7 +114,11 @@ def _config(fields: GgufFields) -> dict[str, Any]:
         "dtype": _dtype(fields),
     }
     config = make(fields) | shared
-    return {"architectures": [ARCHITECTURES[config["model_type"]]], **config}
+    architecture = ARCHITECTURES.get(config["model_type"], "")
+    if fields.architecture in ENCODER_CONFIGS:
+        kinds = RANKERS if ranks(fields.header) else ENCODERS
+        architecture = next(name for name, kind in kinds.items() if kind == config["model_type"])
+    return {"architectures": [architecture], **config}
 
 
 def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
@@ -125,7 +131,8 @@ def _check_sizes(fields: GgufFields, embedding: GgufTensor) -> None:
     count = fields.size("block_count")
     if len(numbers) not in (num_layers(fields), count) or str(len(numbers) - 1) not in numbers:
         raise fields.error(f"block_count is {count}, and it has the tensors of {len(numbers)} layers")
-    if not fields.flag(f"{fields.architecture}.attention.causal", True):
+    is_encoder = fields.architecture in ENCODER_CONFIGS
+    if not is_encoder and not fields.flag(f"{fields.architecture}.attention.causal", True):
         raise fields.error("its tokens attend to later ones, as in a model of embeddings; such models are not served")
     if fields.architecture in WITHOUT_ATTENTION:
         return

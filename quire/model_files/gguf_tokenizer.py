@@ -1,5 +1,6 @@
 """The tokenizer of a GGUF file, as the content of tokenizer.json."""
 
+import base64
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,7 @@ _SPLITS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _AS_LLAMA_3),
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split((_LLAMA_3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _AS_QWEN_2),
+    "modern-bert": _Split((), then_as_gpt_2=True, normalized=True),
     **dict.fromkeys(("megrez", "kormo", "stablelm2", "hunyuan", "solar-open"), _Split((_QWEN_2,))),
     **dict.fromkeys(("viking", "poro-chat"), _Split((_WORDS, _DIGIT))),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"), _Split((_GPT_4O,))),
@@ -171,9 +173,12 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         merges = _merges(fields, tokens) if scored is None else _merges_of(fields, tokens, scored, kinds)
         parts = _sentence_piece(fields, tokens, merges)
         with_bos = True
+    elif kind in ("bert", "t5"):
+        return (_word_piece if kind == "bert" else _unigram)(fields, tokens, kinds)
     else:
         raise fields.error(
-            f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece), gemma4"
+            f"tokenizer.ggml.model is {kind}; Quire reads gpt2 (byte-level BPE), llama (SentencePiece), gemma4, "
+            "bert (WordPiece) and t5 (Unigram)"
         )
     bos, eos = fields.token_id("bos"), fields.token_id("eos")
     # Some files of Gemma 4 deny it, against the model.
@@ -186,6 +191,102 @@ def tokenizer_of(fields: GgufFields, tokens: Sequence[str]) -> dict[str, Any]:
         "added_tokens": _added_tokens(tokens, kinds),
         **parts,
         "post_processor": _post_processor(tokens, before, after),
+    }
+
+
+def _word_piece(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """BERT's. In the file, a piece that begins a word begins with a mark, and others do not."""
+
+    def piece(token: str) -> str:
+        if token.startswith(_SPACE):
+            return token[1:]
+        return token if token.startswith("[") and token.endswith("]") else f"##{token}"
+
+    def named(*names: str, text: str) -> int:
+        ids = (fields.token_id(name) for name in names)
+        found = next((each for each in ids if each is not None), None)
+        if found is None and text not in tokens:
+            raise fields.error(f"its vocabulary has no {text}, and it names no other token for that")
+        return tokens.index(text) if found is None else found
+
+    pieces = [piece(token) for token in tokens]
+    first, last = named("cls", "bos", text="[CLS]"), named("seperator", "eos", text="[SEP]")
+    unknown = named("unknown", text="[UNK]")
+    special = {first, last, unknown, *filter(None, map(fields.token_id, ("padding", "mask")))}
+    kinds = [_CONTROL if index in special else kind for index, kind in enumerate(kinds)]
+    is_cased = any(
+        piece != piece.lower()
+        for piece, kind in zip(pieces, kinds, strict=True)
+        if kind != _CONTROL and piece[0] != "["
+    )
+    return {
+        **_around(pieces, first, last, separators=1),
+        "added_tokens": _added_tokens(pieces, [kind if kind == _CONTROL else _NORMAL for kind in kinds]),
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not is_cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": pieces[unknown],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {piece: index for index, piece in enumerate(pieces)},
+        },
+    }
+
+
+def _unigram(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) -> dict[str, Any]:
+    """XLM-RoBERTa's."""
+    first, last, unknown = (fields.token_id(name) for name in ("bos", "eos", "unknown"))
+    if first is None or last is None or unknown is None:
+        raise fields.error(
+            "it does not name the first, the last and the unknown token (tokenizer.ggml.bos_token_id, ...)"
+        )
+    charsmap = fields.header.metadata.get("tokenizer.ggml.precompiled_charsmap") or []
+    encoded = base64.b64encode(bytes(each & 0xFF for each in charsmap)).decode()
+    metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": True}
+    scores = _scores(fields, tokens, kinds)
+    return {
+        **_around(tokens, first, last, separators=2),
+        "added_tokens": _added_tokens(tokens, kinds),
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": encoded} if encoded else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace]},
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "byte_fallback": False,
+            "vocab": [[token, score] for token, score in zip(tokens, scores, strict=True)],
+        },
+    }
+
+
+def _around(tokens: Sequence[str], first: int, last: int, *, separators: int) -> dict[str, Any]:
+    """The special tokens of one text and of a pair, which has `separators` last tokens between its texts."""
+
+    def special(token_id: int, type_id: int = 0) -> dict[str, Any]:
+        return {"SpecialToken": {"id": tokens[token_id], "type_id": type_id}}
+
+    one = [special(first), {"Sequence": {"id": "A", "type_id": 0}}, special(last)]
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, special(last, 1)]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": one,
+            "pair": [*one, *[special(last)] * (separators - 1), *second],
+            "special_tokens": {
+                tokens[each]: {"id": tokens[each], "ids": [each], "tokens": [tokens[each]]} for each in (first, last)
+            },
+        },
     }
 
 

@@ -402,9 +402,11 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
             f"architecture {(names or [kind])[0]} of {path} is not supported: it needs {MISSING_PARTS[kind]}, which "
             "Quire does not have (docs/models.md says which models run)"
         )
+    # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
+    is_decoder = not set(names).isdisjoint(SUPPORTED_ARCHITECTURES)
+    has_modules = (path / EMBEDDING_MODULES).is_file() and not is_decoder
     for encoder, of_type in ENCODERS.items():
-        # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
-        if kind == of_type and (encoder in names or (path / EMBEDDING_MODULES).is_file()):
+        if kind == of_type and (encoder in names or has_modules):
             return encoder, None
     for ranker, of_type in RANKERS.items():
         if kind == of_type and ranker in names and config.get("num_labels", len(config.get("id2label") or (0, 1))) == 1:
@@ -433,6 +435,9 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
     else:
         others = (reason for suffix, reason in _OTHER_TASKS.items() if names[0].endswith(suffix))
         reason = next(others, "is not supported")
+        if reason in _OTHER_TASKS.values():
+            kinds = (f"gives vectors: {', '.join(ENCODERS)}", f"ranks documents, with one label: {', '.join(RANKERS)}")
+            reason = f"{reason} (an encoder that {' or '.join(kinds)} is served; docs/embeddings.md)"
     raise ConfigurationError(
         f"architecture {names[0]} of {path} {reason}; supported are {supported}, the language models of these kinds "
         f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"

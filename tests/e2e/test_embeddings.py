@@ -1,6 +1,7 @@
 """Embeddings of a server, by the clients that people have, while its worker is killed too."""
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -10,7 +11,8 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, InternalServerError
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from tests.support.embedding_models import make_embedding_model, make_ranking_model
@@ -108,6 +110,24 @@ async def test_vectors_of_many_texts_survive_a_kill_of_the_worker(embedder: Serv
     await until(is_computing)
     os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
     np.testing.assert_allclose(await killed, expected, atol=1e-5)
+
+
+async def test_a_text_whose_vector_is_not_finite_fails_and_no_other(tmp_path: Path) -> None:
+    path = make_embedding_model(tmp_path / "tiny", "modernbert")
+    weights = load_file(path / "model.safetensors")
+    row = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]["hat"]
+    weights["embeddings.tok_embeddings.weight"][row] = float("nan")
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    async with serving(model=str(path), dtype="float32") as served:
+        url = f"http://{served.server.http_address}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
+            (model,) = (await client.models.list()).data
+            assert model.model_dump()["max_model_len"] == 32
+            bad, good = await asyncio.gather(ask(client, "big red hat"), ask(client, TEXTS[:3]), return_exceptions=True)
+            assert isinstance(bad, InternalServerError)
+            assert isinstance(good, np.ndarray)
+            assert "the vector of the text, or its score, holds NaN or infinity" in bad.message
+            np.testing.assert_allclose(good, SentenceTransformer(str(path), device="cpu").encode(TEXTS[:3]), atol=1e-4)
 
 
 async def test_documents_are_put_in_order_and_pairs_scored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Iterable
 
+from quire.model_files.gguf_encoders import ENCODER_CONFIGS
 from quire.model_files.gguf_families import CONFIGS
 from tests.real.families import DOCUMENT
 
@@ -12,9 +13,9 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "layers that keep a state of fixed size, of a kind that is not read": (
         *("plamo2", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "kimi-linear"),
     ),
-    "no model that continues texts: encoders, embeddings, sound, the parts that read images": (
-        *("clip", "bert", "modern-bert", "nomic-bert", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3"),
-        *("eurobert", "t5", "t5encoder", "gemma-embedding", "llama-embed", "wavtokenizer-dec"),
+    "no model that continues texts: other encoders, sound, the parts that read images": (
+        *("clip", "nomic-bert-moe", "neo-bert", "jina-bert-v2", "jina-bert-v3", "eurobert", "t5", "t5encoder"),
+        *("llama-embed", "wavtokenizer-dec"),
     ),
     "tokens attend to later ones (diffusion)": ("dream", "llada", "llada-moe", "rnd1"),
     "no rotation: ALiBi, or learned positions": ("bloom", "jais", "mpt", "refact", "starcoder"),
@@ -52,6 +53,7 @@ def documented(text: str) -> str:
     _, _, after = rest.partition(_END)
     count = len(CONFIGS.keys() - _FURTHER)
     lines = [*_item(f"read, {count}", CONFIGS.keys() - _FURTHER)]
+    lines += _item(f"read, encoders, {len(ENCODER_CONFIGS)}", ENCODER_CONFIGS)
     lines += [line for reason, names in REFUSED.items() for line in _item(f"refused, {reason}", names)]
     return before + _BEGIN + "\n" + "\n".join(lines) + "\n\n" + _END + after
 

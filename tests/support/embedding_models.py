@@ -1,7 +1,7 @@
 """Tiny models of embeddings with random weights, as sentence-transformers saves them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,30 @@ _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _PIECES = [*_SPECIAL, *WORDS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)]
 _SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
-FAMILIES = {
+_WINDOWS = {"num_hidden_layers": 3, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3}
+FAMILIES: Mapping[str, Callable[..., transformers.PretrainedConfig]] = {
     "bert": transformers.BertConfig,
     "roberta": transformers.RobertaConfig,
     "xlm-roberta": transformers.XLMRobertaConfig,
     "camembert": transformers.CamembertConfig,
+    "mpnet": transformers.MPNetConfig,
+    "distilbert": transformers.DistilBertConfig,
+    "nomic_bert": transformers.NomicBertConfig,
+    "gte": transformers.GteConfig,
+    "modernbert": lambda **sizes: transformers.ModernBertConfig(
+        **{**sizes, **_WINDOWS}, cls_token_id=2, sep_token_id=3, local_attention=10
+    ),
+    "gemma3_text": lambda **sizes: transformers.Gemma3TextConfig(
+        **{**sizes, **_WINDOWS},
+        use_bidirectional_attention=True,
+        sliding_window=10,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=12,
+    ),
 }
+RANKERS = tuple(family for family in FAMILIES if family not in ("nomic_bert", "gemma3_text"))
 
 
 def make_embedding_model(
@@ -53,6 +71,7 @@ def make_embedding_model(
     settings: Mapping[str, Any] | None = None,
     max_seq_length: int | None = 32,
     max_positions: int = 64,
+    hidden_size: int = 48,
 ) -> Path:
     """Writes a model.
 
@@ -60,10 +79,10 @@ def make_embedding_model(
         modules: after the encoder, each with its config.json; None writes no modules.json.
         settings: config_sentence_transformers.json.
     """
-    sizes = {"max_position_embeddings": max_positions, **_SIZES, "pad_token_id": 0}
+    sizes = {"max_position_embeddings": max_positions, **_SIZES, "pad_token_id": 0, "hidden_size": hidden_size}
     _write_model(path, transformers.AutoModel, FAMILIES[family](vocab_size=len(_PIECES), **sizes), max_positions)
     if modules is not None:
-        _write_modules(path, modules, _SIZES["hidden_size"])
+        _write_modules(path, modules, hidden_size)
         length = {} if max_seq_length is None else {"max_seq_length": max_seq_length}
         _write(path / "sentence_bert_config.json", {**length, "do_lower_case": False})
     if settings is not None:
@@ -86,8 +105,11 @@ def make_ranking_model(path: Path, family: str = "bert", *, activation: str | No
 def _write_model(path: Path, kind: Any, config: transformers.PretrainedConfig, max_tokens: int, **fields) -> None:
     torch.manual_seed(len(config.model_type))
     encoder = kind.from_config(config)
+    # Sums grow from layer to layer where a layer begins with norms; scores must stay as small as in trained models.
+    spread = 0.1 if "layer_types" in config.to_dict() else 0.3
+    lowest = -0.5 if config.model_type == "gemma3_text" else 0.5
     for parameter in encoder.parameters():
-        parameter.data.normal_(0, 0.3) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
+        parameter.data.normal_(0, spread) if parameter.dim() > 1 else parameter.data.uniform_(lowest, lowest + 1)
     encoder.save_pretrained(path)
     model = tokenizers.models.WordPiece({piece: place for place, piece in enumerate(_PIECES)}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(model)

@@ -1,11 +1,14 @@
 """Attention in both directions, over texts that lie one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
 
 from kernels.backends import text_attention_for
+
+_QUERIES = 128
+"""Queries that are computed at once if there is a window."""
 
 
 def attend(
@@ -21,8 +24,8 @@ def attend(
     """Each token attends to the tokens of its text.
 
     Args:
-        q: [T, heads, head size]; any strides, as are those of k and v.
-        k, v: [T, KV heads, head size]; the number of heads is a multiple of that of KV heads.
+        q: [T, heads, head size]; any strides, as k and v.
+        k, v: [T, KV heads, head size]; the number of heads is a multiple of the number of KV heads.
         lengths: number of tokens of each text, at least 1; their sum is T.
         scale: of the products of queries and keys.
         window: maximum distance of a key from its query; None: no limit.
@@ -36,28 +39,40 @@ def attend(
         return kernels.text_attention(q, k, v, lengths, scale=scale, window=window, bias=bias)
     output = q.new_empty(q.shape)
     for first, count, length in _runs_of(lengths):
-        query, key, value = (
-            each[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2) for each in (q, k, v)
+        query, key, value, out = (
+            each[first : first + count * length].unflatten(0, (count, length)).transpose(1, 2)
+            for each in (q, k, v, output)
         )
-        attended = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=_mask(length, window, bias, q.dtype),
-            scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        output[first : first + count * length].unflatten(0, (count, length)).copy_(attended.transpose(1, 2))
+        for queries, keys in _blocks(length, window):
+            mask = _mask(queries, keys, window, bias, q.dtype)
+            attended = functional.scaled_dot_product_attention(
+                *(query[:, :, queries], key[:, :, keys], value[:, :, keys]),
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )
+            out[:, :, queries].copy_(attended)
     return output
 
 
-def _mask(length: int, window: int | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """What is added to the scores of a text: [1 or heads, length, length]; None if nothing is."""
-    if bias is None and (window is None or length <= window + 1):
+def _blocks(length: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Queries, and the keys that one of them may attend to. With a window, so few that no mask is large."""
+    if window is None:
+        yield slice(0, length), slice(0, length)
+        return
+    for start in range(0, length, _QUERIES):
+        end = min(start + _QUERIES, length)
+        yield slice(start, end), slice(max(start - window, 0), min(end + window, length))
+
+
+def _mask(
+    queries: slice, keys: slice, window: int | None, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The addends of scores, [1 or heads, queries, keys]; None if there are none."""
+    if bias is None and window is None:
         return None
-    places = torch.arange(length)
-    distances = places - places[:, None]
-    mask = torch.zeros(1, length, length) if bias is None else bias[:, distances + bias.shape[1] // 2]
+    distances = torch.arange(keys.start, keys.stop) - torch.arange(queries.start, queries.stop)[:, None]
+    mask = torch.zeros(1, *distances.shape) if bias is None else bias[:, distances + bias.shape[1] // 2]
     if window is not None:
         mask = mask.masked_fill(distances.abs() > window, float("-inf"))
     return mask.to(dtype)

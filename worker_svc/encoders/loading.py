@@ -6,14 +6,14 @@ import torch
 
 from kernels import ops
 from kernels.packed_weight import Quantization
-from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, hidden_size_of
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.progress import READING, WARMING_UP, LoadProgress, Report, no_report
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.device_loop import DeviceLoop
-from worker_svc.encoders.bert import BertEncoder, PackedTexts
+from worker_svc.encoders.encoder import Encoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.encoders.runner import EncoderRunner
 from worker_svc.layers.products import check_quantization
@@ -21,27 +21,34 @@ from worker_svc.parallel.ranks import Ranks
 from worker_svc.protocol.stream import Worker
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
-from worker_svc.weights import Checkpoint, Loadable, Placement
+from worker_svc.weights import Checkpoint, Loadable, Placement, TensorSpec
 
 MAX_STEPS_IN_FLIGHT = 2
 # How the file of a model with a head names the parts of its encoder, and what the first BERT called a norm's numbers.
-_PREFIXES = ("bert.", "roberta.")
+_PREFIXES = ("bert.", "roberta.", "mpnet.", "distilbert.", "nomic_bert.", "gte.", "new.", "model.")
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
+# Linear layers behind the pooling of a GGUF file.
+_READ_ELSEWHERE = ("dense_2.weight", "dense_3.weight")
 _logger = logging.getLogger(__name__)
 
 
-def load_encoder(directory: ModelDirectory, placement: Placement, head: PairScores | None = None) -> BertEncoder:
-    """Loads an encoder, and its head if it has one.
+def load_encoder(
+    directory: ModelDirectory, placement: Placement, head: PairScores | None = None, longest: int | None = None
+) -> Encoder:
+    """Loads an encoder, and its head if it has one, for texts of at most `longest` tokens.
 
     Raises:
         ConfigurationError: a configuration that is not supported, or a tensor that is missing or has another shape or
             dtype.
     """
-    encoder = BertEncoder(directory.architecture, directory.config, placement)
+    encoder = Encoder(directory.architecture, encoder_fields(directory), placement, longest)
     checkpoint = Checkpoint.of_model(directory)
     checkpoint = checkpoint.with_tensors({_own_name(name): each for name, each in checkpoint.tensors.items()})
-    layers = [module for module in (*encoder.modules(), head) if isinstance(module, Loadable)]
-    checkpoint.check(spec for layer in layers for spec in layer.tensors())
+    modules = (*encoder.modules(), *(() if head is None else head.modules()))
+    layers = [module for module in modules if isinstance(module, Loadable)]
+    specs = [spec for layer in layers for spec in layer.tensors()]
+    checkpoint.check(specs)
+    checkpoint.check_all_used([*specs, *(TensorSpec(name, ()) for name in _READ_ELSEWHERE)])
     for layer in layers:
         layer.load(checkpoint)
     return encoder.eval()
@@ -75,19 +82,21 @@ def make_encoder_worker(
     report(LoadProgress(READING))
     placement, hidden_size, separator = Placement(device, dtype, ranks, quantization), hidden_size_of(directory), None
     if isinstance(files, RankingFiles):
-        vectors = head = PairScores(files, directory.architecture, hidden_size)
-        encoder = load_encoder(directory, placement, head)
+        vectors = head = PairScores(files, directory.architecture, encoder_fields(directory))
+        encoder = load_encoder(directory, placement, head, files.max_tokens)
         separator = files.separator
     else:
         vectors = TextVectors(files, hidden_size)
-        encoder = load_encoder(directory, placement)
-    longest = min(encoder.max_tokens, files.max_tokens or encoder.max_tokens)
-    if settings.max_model_len is not None and settings.max_model_len > longest + 1:
+        encoder = load_encoder(directory, placement, longest=files.max_tokens)
+    longest = encoder.max_tokens
+    if settings.max_model_len is not None and settings.max_model_len > longest:
         raise ConfigurationError(
-            f"--max-model-len is {settings.max_model_len}; texts of this model have at most {longest} tokens, and the "
-            f"place of their vector counts as one more: use at most {longest + 1}"
+            f"--max-model-len is {settings.max_model_len}; texts of this model have at most {longest} tokens: use at "
+            f"most {longest}"
         )
-    max_model_len = settings.max_model_len or longest + 1
+    longest = settings.max_model_len or longest
+    # The place of the vector counts as one more.
+    max_model_len = longest + 1
     limits = WorkerLimits(settings.max_num_seqs, settings.max_num_batched_tokens, MAX_STEPS_IN_FLIGHT, 0)
     geometry = ModelGeometry(
         architecture=directory.architecture,

@@ -1,6 +1,7 @@
 """From the hidden states of a text's tokens to its vector: the modules of `EmbeddingFiles`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -11,8 +12,11 @@ from torch.nn import functional
 from quire.model_files.architectures import RANKERS
 from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling, RankingFiles
 from quire.runtime.settings import ConfigurationError
+from worker_svc.layers.activations import ActivationKind
+from worker_svc.layers.embedding_norm import LayerNorm
 from worker_svc.layers.products import Product, make_product
-from worker_svc.weights import Loadable, TensorReader, TensorSpec
+from worker_svc.models.base import ConfigFields
+from worker_svc.weights import Checkpoint, Loadable, Placement, TensorReader, TensorSpec
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
@@ -103,38 +107,63 @@ class PairScores(Loadable):
 
     size = 1
 
-    def __init__(self, files: RankingFiles, architecture: str, hidden_size: int) -> None:
+    def __init__(self, files: RankingFiles, architecture: str, config: Mapping[str, Any]) -> None:
+        """`config` is of `encoder_fields`. Raises ConfigurationError for a field that is not supported."""
         super().__init__()
+        fields, model_type = ConfigFields(config), RANKERS[architecture]
+        hidden = fields.integer("hidden_size")
         self._activation = _ACTIVATIONS[files.activation]
-        first, second = _HEADS[RANKERS[architecture] == "bert"]
-        sizes = {first: (hidden_size, hidden_size), second: (1, hidden_size)}
+        first, second, inner = _HEADS.get(model_type, ("pooler.dense", "classifier", "tanh"))
+        sizes = {first: (hidden, hidden), second: (1, hidden)}
+        self._norm, self._pooling, has_bias = None, "cls", True
+        if model_type == "modernbert":
+            inner, has_bias = fields.text("classifier_activation", "gelu"), fields.flag("classifier_bias", False)
+            self._pooling = fields.text("classifier_pooling", "cls")
+            if self._pooling not in ("cls", "mean"):
+                raise fields.error("classifier_pooling", self._pooling, "cls or mean")
+            placement, eps = Placement(torch.device("cpu"), torch.float32), fields.number("layer_norm_eps", 1e-5)
+            bias = fields.flag("norm_bias", False)
+            self._norm = LayerNorm("head.norm", hidden, eps, placement=placement, bias=bias)
+        self._inner = ActivationKind(inner).function
         self._specs = [
-            (TensorSpec(f"{name}.weight", size), TensorSpec(f"{name}.bias", size[:1])) for name, size in sizes.items()
+            (TensorSpec(f"{name}.weight", size), TensorSpec(f"{name}.bias", size[:1]) if has else None)
+            for (name, size), has in zip(sizes.items(), (has_bias, True), strict=True)
         ]
         self._products: list[Product] = []
 
     def tensors(self) -> Iterator[TensorSpec]:
         for pair in self._specs:
-            yield from pair
+            yield from (spec for spec in pair if spec is not None)
 
     def load(self, tensors: TensorReader) -> None:
+        def read(spec: TensorSpec) -> torch.Tensor:
+            return tensors.read(spec).float().clone()
+
         self._products = [
-            make_product(tensors.read(weight).float().clone(), tensors.read(bias).float().clone())
-            for weight, bias in self._specs
+            make_product(read(weight), None if bias is None else read(bias)) for weight, bias in self._specs
         ]
 
     def forward(self, hidden: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         """hidden [T, hidden] of the tokens of pairs with these lengths -> [pairs, 1] float32."""
         first, second = self._products
-        return self._activation(second(torch.tanh(first(pool(["cls"], hidden, lengths)))))
+        inner = self._inner(first(pool([self._pooling], hidden, lengths)))
+        return self._activation(second(inner if self._norm is None else self._norm(inner)))
 
 
-# The layers of a head of RoBERTa, and of BERT.
-_HEADS = ("classifier.dense", "classifier.out_proj"), ("pooler.dense", "classifier")
+_OF_ROBERTA = ("classifier.dense", "classifier.out_proj", "tanh")
+# The two layers of a head, and the function between them.
+_HEADS = {
+    **dict.fromkeys(("roberta", "xlm-roberta", "camembert", "mpnet"), _OF_ROBERTA),
+    "distilbert": ("pre_classifier", "classifier", "relu"),
+    "modernbert": ("head.dense", "classifier", "gelu"),
+}
 
 
 def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Weight [out, in] and bias [out] in float32."""
+    if module.tensor is not None:
+        spec = TensorSpec(module.tensor, (module.out_features, module.in_features))
+        return Checkpoint.open(module.folder, base_prefix="").read(spec).float().clone(), None
     file = module.folder / "model.safetensors"
     try:
         tensors = load_file(file)

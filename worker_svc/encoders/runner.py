@@ -8,10 +8,12 @@ import numpy as np
 import torch
 
 from worker_svc.device.seals import SealInventory
-from worker_svc.encoders.bert import BertEncoder, PackedTexts
+from worker_svc.encoders.encoder import Encoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.step import AdmittedStep, RowChanges, RowVector, SealedBlocks, StepOutput, StepTimings
 from worker_svc.streams import Stopwatch
+
+_FAILURE = "the vector of the text, or its score, holds NaN or infinity"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class EncoderRunner:
 
     def __init__(
         self,
-        encoder: BertEncoder,
+        encoder: Encoder,
         vectors: TextVectors | PairScores,
         num_blocks: int,
         *,
@@ -74,6 +76,7 @@ class EncoderRunner:
                 timings=StepTimings(queue_us, *stopwatch.stages_us()),
                 num_computed_tokens=int(step.batch.num_new_tokens.sum()),
                 vectors=tuple(RowVector(row, vector) for row, vector in found.items() if row not in failed),
+                failure=_FAILURE,
             )
         )
 

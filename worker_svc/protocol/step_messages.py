@@ -333,7 +333,9 @@ def result_message(output: StepOutput) -> worker_pb2.RunResponse:
         encode_logprobs(output.logprobs.columns, result.token_logprobs)
     result.prompt_logprobs.extend(map(_prompt_logprobs_message, output.prompt_logprobs))
     result.candidates.extend(map(_candidates_message, output.candidates))
-    result.failures.extend(_failure_message(row, output.refusals.get(row)) for row in output.failed_rows)
+    result.failures.extend(
+        _failure_message(row, output.refusals.get(row), output.failure) for row in output.failed_rows
+    )
     result.non_finite_chunks = encode_int32(output.non_finite_chunks)
     result.num_tokens, result.num_drafts = encode_int32(output.num_tokens), encode_int32(output.num_drafts)
     result.num_passes = 0 if output.num_passes == 1 else output.num_passes
@@ -344,11 +346,10 @@ def result_message(output: StepOutput) -> worker_pb2.RunResponse:
     return response
 
 
-def _failure_message(row: int, refusal: str | None) -> worker_pb2.RowFailure:
+def _failure_message(row: int, refusal: str | None, failure: str) -> worker_pb2.RowFailure:
     if refusal is not None:
         return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_INVALID_SAMPLING, detail=refusal)
-    detail = "the logits hold NaN or +infinity, or nothing finite"
-    return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS, detail=detail)
+    return worker_pb2.RowFailure(row=row, reason=worker_pb2.ROW_FAILURE_REASON_NON_FINITE_LOGITS, detail=failure)
 
 
 def acknowledgement(output: StepOutput) -> worker_pb2.RunResponse:

@@ -241,7 +241,7 @@ async def _described(generator: Generator, name: str) -> model_pb2.Model:
         architecture=model.architecture,
         dtype=welcome.dtype,
         vocab_size=limits.vocab_size,
-        max_model_len=limits.max_model_len,
+        max_model_len=limits.shown_model_len,
         eos_token_ids=model.eos_token_ids,
         has_chat_template=model.chat.template is not None,
         parent=generator.adapters.parent_of(name),

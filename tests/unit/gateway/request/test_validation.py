@@ -25,6 +25,7 @@ LIMITS = Limits(
     pools=(Pool(num_blocks=16, block_size=4),),
     vocab_size=100,
     max_model_len=50,
+    shown_model_len=50,
     max_prompt_tokens=49,
     longest_token_bytes=10,
     max_message_bytes=1000,

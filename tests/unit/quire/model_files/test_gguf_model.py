@@ -300,7 +300,7 @@ def test_how_to_sample_and_a_sliding_window_are_what_the_file_says(directory: Pa
         ({"llama.feed_forward_length": [0.5, 0.5]}, "feed_forward_length is [0.5, 0.5], not a whole number"),
         ({"tokenizer.ggml.pre": "superbpe"}, "tokenizer.ggml.pre is 'superbpe'; Quire reads gpt-2, phi-2"),
         ({"tokenizer.ggml.pre": "default"}, "it does not say how its tokenizer splits a text (tokenizer.ggml.pre)"),
-        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is t5; Quire reads gpt2 (byte-level BPE), llama"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is rwkv; Quire reads gpt2 (byte-level BPE), llama"),
         ({"split.count": 3}, "is the first of 3 parts of a model; give them the names that they had, which end in"),
         ({"llama.rope.scaling.type": "longrope"}, "rope.scaling.type is 'longrope'; Quire reads none, linear and yarn"),
         ({"tokenizer.ggml.eos_token_id": 5000}, "eos_token_id is 5000, which is no token of the vocabulary"),

@@ -5,7 +5,7 @@ import torch
 
 from worker_svc.encoders.attention import attend
 
-LENGTHS = (1, 7, 3, 3, 40, 2)
+LENGTHS = (1, 7, 3, 3, 300, 2)
 
 
 def plain(
@@ -24,7 +24,7 @@ def plain(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 2, 6, 39])
+@pytest.mark.parametrize("window", [None, 2, 6, 150, 299])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_texts_attend_within_themselves(dtype: torch.dtype, window: int | None, kv_heads: int, has_bias: bool) -> None:
@@ -32,7 +32,7 @@ def test_texts_attend_within_themselves(dtype: torch.dtype, window: int | None, 
     total = sum(LENGTHS)
     q = torch.randn(total, 3, 4, 16).to(dtype)[:, 1]
     k, v = torch.randn(total, 2, kv_heads, 16).to(dtype).unbind(1)
-    bias = torch.randn(4, 2 * 41 - 1) if has_bias else None
+    bias = torch.randn(4, 2 * 301 - 1) if has_bias else None
     found = attend(q, k, v, LENGTHS, scale=0.3, window=window, bias=bias)
     assert found.is_contiguous()
     first = 0

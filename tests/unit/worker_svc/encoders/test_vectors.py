@@ -1,22 +1,24 @@
 """Vectors of encoders are equal to what sentence-transformers makes of the same files."""
 
 import asyncio
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
 from kernels.packed_weight import Quantization
-from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.embedding_models import FAMILIES, make_embedding_model, make_ranking_model
-from worker_svc.encoders.bert import PackedTexts
+from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_model, make_ranking_model
+from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.parallel.ranks import ALONE
@@ -25,6 +27,9 @@ from worker_svc.weights import Placement
 Modules = Sequence[tuple[str, Mapping[str, Any]]]
 
 TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
+# Texts of 0 to 58 tokens and two special ones: shorter and longer than windows.
+WORDS = ("the", "cat", "sat", "on", "a", "big", "red", "mat")
+LENGTHS = tuple(" ".join(WORDS[place % 8] for place in range(count)) for count in range(59))
 MEAN: Modules = (("Pooling", {"pooling_mode_mean_tokens": True}),)
 DENSE = {"in_features": 96, "out_features": 20, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
 VARIANTS: dict[str, Modules | None] = {
@@ -60,17 +65,84 @@ def vectors_of(path: Path, dtype: torch.dtype, texts: Sequence[str] = TEXTS) -> 
         return vectors(encoder(packed), packed.lengths)
 
 
-def check(path: Path) -> None:
-    truth = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS), convert_to_tensor=True)
-    exact = vectors_of(path, torch.float32)
-    torch.testing.assert_close(exact, truth, rtol=1e-4, atol=1e-5)
-    rounded = vectors_of(path, torch.bfloat16)
-    assert torch.cosine_similarity(rounded, truth).min() > 0.999
+def scores_of(path: Path) -> torch.Tensor:
+    """[pairs] of `PAIRS` by Quire's encoder."""
+    directory = ModelDirectory.open(path)
+    files, tokenizer = RankingFiles.of(directory), Tokenizer.open(directory, FairExecutor(1))
+    assert files is not None
+
+    async def encode() -> list[list[int]]:
+        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
+
+    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
+    head = PairScores(files, directory.architecture, encoder_fields(directory))
+    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
+    encoder = load_encoder(directory, placement, head)
+    with torch.inference_mode():
+        return head(encoder(packed), packed.lengths)[:, 0]
+
+
+def check(path: Path, texts: Sequence[str] = TEXTS) -> None:
+    truth = SentenceTransformer(str(path), device="cpu").encode(list(texts), convert_to_tensor=True)
+    exact = vectors_of(path, torch.float32, texts)
+    torch.testing.assert_close(exact, truth, rtol=1e-4, atol=1e-4)
+    assert torch.cosine_similarity(exact, truth).min() > 0.99999
+    rounded = vectors_of(path, torch.bfloat16, texts)
+    assert torch.cosine_similarity(rounded, truth).min() > 0.9999
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    check(make_embedding_model(tmp_path, family, modules=MEAN))
+    check(make_embedding_model(tmp_path, family, modules=MEAN, max_seq_length=60), LENGTHS)
+
+
+def test_the_fixed_ntk_scaling_of_gte_is_another_base_and_a_factor(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "gte") / "config.json"
+    config = json.loads(file.read_text())
+    # The frequencies are (factor * base) ** (-2i / size) / factor ** (2 / size).
+    same = {"rope_type": "linear", "rope_theta": 8 * 500.0, "factor": 8 ** (2 / 12)}
+    file.write_text(json.dumps(config | {"rope_parameters": same}))
+    truth = SentenceTransformer(str(tmp_path), device="cpu").encode(list(TEXTS), convert_to_tensor=True)
+    in_its_own_words = {"rope_theta": 500.0, "rope_scaling": {"type": "ntk", "factor": 8.0}, "rope_parameters": None}
+    file.write_text(json.dumps(config | in_its_own_words | {"model_type": "new", "architectures": ["NewModel"]}))
+    torch.testing.assert_close(vectors_of(tmp_path, torch.float32), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_fields_of_nomics_own_code_are_read(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "nomic_bert") / "config.json"
+    expected = vectors_of(tmp_path, torch.float32)
+    sizes = {"n_embd": 48, "n_inner": 96, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    sizes |= {"vocab_size": 78, "type_vocab_size": 2}
+    further = {"rotary_emb_base": 1000, "activation_function": "swiglu", "layer_norm_epsilon": 1e-12, "prenorm": False}
+    biases = dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False)
+    own = {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], **sizes, **further, **biases}
+    file.write_text(json.dumps(own))
+    assert torch.equal(vectors_of(tmp_path, torch.float32), expected)
+    file.write_text(json.dumps(own | {"moe_every_n_layers": 2}))
+    with pytest.raises(ConfigurationError, match="moe_every_n_layers is 2; expected 0, the only supported value"):
+        vectors_of(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "older"),
+    [
+        ("modernbert", {"global_attn_every_n_layers": 3, "global_rope_theta": 160_000.0, "local_rope_theta": 1e4}),
+        ("gemma3_text", {"_sliding_window_pattern": 3, "rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    ],
+)
+def test_fields_of_older_transformers_are_read(family: str, older: dict[str, Any], tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, family) / "config.json"
+    expected = vectors_of(tmp_path, torch.float32, LENGTHS)
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key not in older}
+    file.write_text(json.dumps(config | older | {"layer_types": None, "rope_parameters": None}))
+    assert torch.equal(vectors_of(tmp_path, torch.float32, LENGTHS), expected)
+
+
+def test_a_decoder_of_gemma_is_refused(tmp_path: Path) -> None:
+    file = make_embedding_model(tmp_path, "gemma3_text") / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"use_bidirectional_attention": False}))
+    with pytest.raises(ConfigurationError, match="use_bidirectional_attention is False; expected true, the only"):
+        vectors_of(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -78,11 +150,27 @@ def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     check(make_embedding_model(tmp_path, modules=VARIANTS[name]))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_of_the_shortest_and_the_longest_text_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = ModelDirectory.open(make_embedding_model(tmp_path, family))
+    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
+    encoder = load_encoder(directory, placement)
+    texts = [torch.arange(length) % 20 + 5 for length in (1, encoder.max_tokens)]
+    truth = transformers.AutoModel.from_pretrained(tmp_path).eval()
+    with torch.inference_mode():
+        expected = torch.cat([truth(text[None]).last_hidden_state[0] for text in texts])
+        found = encoder(PackedTexts.of(texts))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, tmp_path: Path) -> None:
-    path = make_embedding_model(tmp_path, modules=(*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {})))
-    together = vectors_of(path, dtype, TEXTS * 3)
-    each_by_itself = torch.cat([vectors_of(path, dtype, [text]) for text in TEXTS])
+def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
+    modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {}))
+    path = make_embedding_model(tmp_path, family, modules=modules)
+    texts = (*TEXTS, LENGTHS[40])
+    together = vectors_of(path, dtype, texts * 3)
+    each_by_itself = torch.cat([vectors_of(path, dtype, [text]) for text in texts])
     assert torch.equal(together, each_by_itself.repeat(3, 1))
 
 
@@ -91,26 +179,14 @@ PAIRS = [("a cat", text) for text in ("the cat sat on the mat", "a big red dog",
 
 @pytest.mark.parametrize(
     ("family", "activation"),
-    [*((family, None) for family in FAMILIES), ("bert", "torch.nn.modules.linear.Identity")],
+    [*((family, None) for family in RANKERS), ("bert", "torch.nn.modules.linear.Identity")],
 )
 def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None, tmp_path: Path) -> None:
-    directory = ModelDirectory.open(
-        make_ranking_model(tmp_path, family, activation=activation, types=activation is not None)
-    )
-    files, tokenizer = RankingFiles.of(directory), Tokenizer.open(directory, FairExecutor(1))
-    assert files is not None
-
-    async def encode() -> list[list[int]]:
-        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
-
-    packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
-    head = PairScores(files, directory.architecture, 48)
-    placement = Placement(torch.device("cpu"), torch.float32, ALONE, Quantization.NONE, None)
-    encoder = load_encoder(directory, placement, head)
-    with torch.inference_mode():
-        scores = head(encoder(packed), packed.lengths)[:, 0]
+    make_ranking_model(tmp_path, family, activation=activation, types=activation is not None)
+    scores = scores_of(tmp_path)
     truth = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS, convert_to_tensor=True)
     torch.testing.assert_close(scores, truth, rtol=1e-4, atol=1e-5)
+    assert scores.argsort().tolist() == truth.argsort().tolist()
 
 
 @pytest.mark.parametrize(

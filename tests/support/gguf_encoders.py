@@ -1,0 +1,104 @@
+"""GGUF files of encoders, written with the package `gguf` by its own table of names, as llama.cpp's converter does."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import tokenizers
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "bert": "bert",
+    "roberta": "bert",
+    "nomic_bert": "nomic-bert",
+    "modernbert": "modern-bert",
+    "gemma3_text": "gemma-embedding",
+}
+"""By model_type."""
+
+
+def write_encoder_gguf(
+    file: Path,
+    directory: Path,
+    pooling: gguf.PoolingType = gguf.PoolingType.MEAN,
+    quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """Writes the encoder of a directory, its head if it ranks, and its linear layers; returns `file`."""
+    config = json.loads((directory / "config.json").read_text())
+    architecture = ARCHITECTURES[config["model_type"]]
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(pooling)
+    first_position = config["pad_token_id"] + 1 if config["model_type"] == "roberta" else 0
+    writer.add_context_length(config["max_position_embeddings"] - first_position)
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+        writer.add_head_count_kv(config["num_key_value_heads"])
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    else:
+        writer.add_layer_norm_eps(config.get("layer_norm_eps", config.get("norm_eps")))
+    rope = config.get("rope_parameters") or {}
+    if rope:
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window(config.get("sliding_window", config.get("local_attention")))
+        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+    _add_word_piece(writer, directory)
+    for name, data in _tensors(directory, config["model_type"]):
+        base, _, suffix = name.rpartition(".")
+        if base == "embeddings.position_embeddings":
+            data = data[first_position:]
+        if architecture == "gemma-embedding" and "norm" in base:
+            data = data + 1
+        stored = names.get_name(base) or names.get_name(f"model.{base}")
+        assert stored is not None, name
+        is_coded = data.ndim > 1 and not stored.startswith(("position", "token_types"))
+        writer.add_tensor(
+            f"{stored}.{suffix}",
+            gguf.quantize(data, quantization) if is_coded else data,
+            raw_dtype=quantization if is_coded and quantization is not gguf.GGMLQuantizationType.F32 else None,
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _tensors(directory: Path, model_type: str) -> Any:
+    for name, data in load_file(directory / "model.safetensors").items():
+        # The converter leaves out what no vector needs.
+        if not name.startswith(("pooler.", "cls.")):
+            yield name.removeprefix(f"{model_type}."), data.float().numpy()
+    for number, folder in enumerate(sorted(directory.glob("*_Dense")), 2):
+        yield f"dense_{number}_out.weight", load_file(folder / "model.safetensors")["linear.weight"].numpy()
+
+
+def _add_word_piece(writer: gguf.GGUFWriter, directory: Path) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    texts = {token_id: piece for piece, token_id in vocabulary.items()}
+    # As the converter fills places without a token.
+    pieces = [texts.get(token_id, f"[PAD{token_id}]") for token_id in range(max(texts) + 1)]
+    is_special = [piece.startswith("[") and piece.endswith("]") for piece in pieces]
+    writer.add_tokenizer_model("bert")
+    writer.add_token_list(
+        [
+            piece if special else piece.removeprefix("##") if piece.startswith("##") else f"\u2581{piece}"
+            for piece, special in zip(pieces, is_special, strict=True)
+        ]
+    )
+    writer.add_token_types([gguf.TokenType.CONTROL if each else gguf.TokenType.NORMAL for each in is_special])
+    writer.add_bos_token_id(vocabulary["[CLS]"])
+    writer.add_unk_token_id(vocabulary["[UNK]"])
+    writer.add_sep_token_id(vocabulary["[SEP]"])
+    writer.add_pad_token_id(vocabulary["[PAD]"])
