@@ -77,7 +77,7 @@ async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str,
     return dict(line.split(": ", 1) for line in printed.splitlines())
 
 
-@pytest.mark.parametrize("language", ["go"])
+@pytest.mark.parametrize("language", ["go", "connect"])
 async def test_an_example_survives_its_gateway(language: str, keyed: KeyedServer, build_directory: Path) -> None:
     command = build(language, build_directory)
     await keyed.served.server.wait_ready()
