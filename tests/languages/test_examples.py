@@ -28,8 +28,8 @@ def build_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(os.environ.get("QUIRE_EXAMPLES") or tmp_path_factory.mktemp("examples"))
 
 
-def build(language: str, directory: Path) -> list[str]:
-    """Builds an example and returns the command that runs it. Skips the test if a tool is not installed."""
+def build(language: str, directory: Path) -> Path:
+    """Builds an example; returns the folder of its programs. Skips the test if a tool is not installed."""
     out = directory / language
     out.mkdir(parents=True, exist_ok=True)
     script = EXAMPLES / language / "build.sh"
@@ -39,16 +39,18 @@ def build(language: str, directory: Path) -> list[str]:
         pytest.skip(built.stderr.strip())
     assert built.returncode == 0, built.stderr
     print(f"{language}: built in {time.monotonic() - began_at:.1f} s")
-    return [str(out / "client")]
+    return out
 
 
-def kill_gateway_of(keyed: KeyedServer, client_pid: int, address: str) -> None:
-    """Kills the gateway that the client is connected to."""
+def kill_gateways_of(keyed: KeyedServer, client_pid: int, address: str) -> None:
+    """Kills the gateway that the client is connected to; over HTTP it may be connected to both."""
     port = int(address.rpartition(":")[2])
     peers = ports_to(client_pid, port)
     pids = [keyed.served.server.process(name).pid for name in GATEWAYS]
-    (victim,) = (pid for pid in pids if has_connection(pid, port, peers))
-    os.killpg(victim, signal.SIGKILL)
+    victims = [pid for pid in pids if has_connection(pid, port, peers)]
+    assert victims
+    for victim in victims:
+        os.killpg(victim, signal.SIGKILL)
 
 
 async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str, str]:
@@ -67,7 +69,7 @@ async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str,
                 if name != "tokens":
                     errors.append(line.decode())
                 elif int(value) >= NUM_TOKENS and not has_killed:
-                    kill_gateway_of(keyed, process.pid, address)
+                    kill_gateways_of(keyed, process.pid, address)
                     has_killed = True
             printed = (await printing).decode()
             assert await process.wait() == 0, "".join(errors) + printed
@@ -77,12 +79,14 @@ async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str,
     return dict(line.split(": ", 1) for line in printed.splitlines())
 
 
-@pytest.mark.parametrize("language", ["go", "connect"])
-async def test_an_example_survives_its_gateway(language: str, keyed: KeyedServer, build_directory: Path) -> None:
-    command = build(language, build_directory)
+@pytest.mark.parametrize("example", ["go/client", "connect/client", "connect/web_client"])
+async def test_an_example_survives_its_gateway(example: str, keyed: KeyedServer, build_directory: Path) -> None:
+    language, _, name = example.partition("/")
+    program = build(language, build_directory) / name
     await keyed.served.server.wait_ready()
     (expected,) = (await keyed.client.generate(PROMPT, OPTIONS)).sequences
-    printed = await run(keyed, command, keyed.served.server.grpc_address)
+    server = keyed.served.server
+    printed = await run(keyed, [str(program)], server.http_address if name == "web_client" else server.grpc_address)
     assert printed == {
         "text": expected.text,
         "stream": expected.text,
