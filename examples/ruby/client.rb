@@ -1,6 +1,7 @@
 # Quire over gRPC from Ruby: a text, a durable stream that survives its gateway, and errors with their details.
 #
 # usage: client HOST:PORT [KEY]
+require "google/protobuf/well_known_types"
 require "google/rpc/error_details_pb"
 require "google/rpc/status_pb"
 require "quire/gateway/v1/generation_services_pb"
@@ -40,11 +41,10 @@ def stream(stub, metadata)
   request = Gateway::GenerateStreamRequest.new(text: PROMPT, sampling: sampling(0), durable: true)
   operation = stub.generate_stream(request, metadata: metadata, return_op: true)
   responses = operation.execute
-  operation.start_call
-  id = operation.metadata["quire-request-id"]
   begin
     read(responses, held)
   rescue GRPC::Unavailable
+    id = operation.metadata && operation.metadata["quire-request-id"]
     raise if id.nil? || resumed > 100
 
     resumed += 1

@@ -15,7 +15,11 @@ from quire.client import Constraint, GenerationOptions
 from tests.languages.conftest import KeyedServer
 from tests.languages.connections import has_connection, ports_to
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = (
+    *("connect/client", "connect/web_client", "cpp/client", "go/client", "java/client", "ruby/client"),
+    "rust/client",
+)
 PROMPT = "Once upon a time"
 OPTIONS = GenerationOptions(temperature=0.0, constraint=Constraint(regex="(é [a-z]{2} 🦊 ){12}"))
 GATEWAYS = ("gateway", "gateway-1")
@@ -32,7 +36,7 @@ def build(language: str, directory: Path) -> Path:
     """Builds an example; returns the folder of its programs. Skips the test if a tool is not installed."""
     out = directory / language
     out.mkdir(parents=True, exist_ok=True)
-    script = EXAMPLES / language / "build.sh"
+    script = DIRECTORY / language / "build.sh"
     began_at = time.monotonic()
     built = subprocess.run([script, out], capture_output=True, text=True, timeout=500)
     if built.returncode == 127:
@@ -79,7 +83,7 @@ async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str,
     return dict(line.split(": ", 1) for line in printed.splitlines())
 
 
-@pytest.mark.parametrize("example", ["go/client", "connect/client", "connect/web_client"])
+@pytest.mark.parametrize("example", EXAMPLES)
 async def test_an_example_survives_its_gateway(example: str, keyed: KeyedServer, build_directory: Path) -> None:
     language, _, name = example.partition("/")
     program = build(language, build_directory) / name
