@@ -57,7 +57,7 @@ def _rank(package: str) -> tuple[int, str]:
 def _render_file(file: ProtoFile) -> Iterator[str]:
     if file.comment:
         yield _paragraphs(file.comment)
-    yield f"Source: `protos/{file.descriptor.name}`"
+    yield f"Source: `protos/{file.path}`"
     yield from _render_services(file)
     for index, message in enumerate(file.descriptor.message_type):
         yield from _render_message(file, (FILE_MESSAGES, index), message.name, message)

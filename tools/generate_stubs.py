@@ -13,6 +13,17 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def roots_of(protos: Path) -> list[Path]:
+    """The folders that contracts are imported from: that of the internal contracts, then that of the public ones."""
+    return [root for root in (protos / "internal", protos) if root.is_dir()]
+
+
+def import_name(protos: Path, source: Path) -> str:
+    """The name by which other contracts import a file, such as "quire/common/v1/common.proto"."""
+    root = next(root for root in roots_of(protos) if source.is_relative_to(root))
+    return source.relative_to(root).as_posix()
+
+
 def generate(protos: Path, out: Path) -> list[Path]:
     """Writes the stubs of every file below `protos` into `out`, in the folder of its package; returns the files.
 
@@ -21,7 +32,7 @@ def generate(protos: Path, out: Path) -> list[Path]:
     Raises RuntimeError when protoc refuses a file.
     """
     sources = sorted(protos.rglob("*.proto"))
-    ours = [source for source in sources if source.relative_to(protos).parts[0] == "quire"]
+    ours = [source for source in sources if import_name(protos, source).startswith("quire/")]
     _run_protoc(protos, ours, out, "--grpc_python_out")
     # Packages of public standards have no top-level module of ours. Their services are registered by descriptor:
     # generated gRPC code would import the messages from where the standard has them.
@@ -35,7 +46,7 @@ def _run_protoc(protos: Path, sources: Sequence[Path], out: Path, *further_outpu
     out.mkdir(parents=True, exist_ok=True)
     arguments = [
         "protoc",
-        f"--proto_path={protos}",
+        *(f"--proto_path={root}" for root in roots_of(protos)),
         f"--proto_path={files('grpc_tools') / '_proto'}",
         *(f"{output}={out}" for output in ("--python_out", "--pyi_out", *further_outputs)),
         *map(str, sources),

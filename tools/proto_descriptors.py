@@ -9,6 +9,8 @@ from pathlib import Path
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
+from tools.generate_stubs import import_name, roots_of
+
 # Field numbers of FileDescriptorProto, DescriptorProto, ... that make up the paths of SourceCodeInfo.
 FILE_SYNTAX, FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 12, 4, 5, 6
 MESSAGE_FIELDS, MESSAGE_MESSAGES, MESSAGE_ONEOFS, ENUM_VALUES, SERVICE_METHODS = 2, 3, 8, 2, 2
@@ -19,10 +21,12 @@ class ProtoFile:
     """One file of the contract.
 
     Attributes:
+        path: Its place below the folder of all contracts.
         descriptor: The declarations of the file.
         comments: The comment above each declaration, by its path in the descriptor (see SourceCodeInfo.Location).
     """
 
+    path: str
     descriptor: FileDescriptorProto
     comments: dict[tuple[int, ...], str]
 
@@ -37,13 +41,14 @@ class ProtoFile:
 
 
 def read_protos(protos: Path) -> list[ProtoFile]:
-    """Every file below `protos`, in the order of their names.
+    """Every file below `protos`, in the order of their paths.
 
     Raises RuntimeError when protoc refuses a file; protoc has said why on stderr.
     """
     by_name = {file.name: file for file in read_descriptors(protos, "--include_source_info").file}
     return [
-        _with_comments(by_name[source.relative_to(protos).as_posix()]) for source in sorted(protos.rglob("*.proto"))
+        _with_comments(source.relative_to(protos).as_posix(), by_name[import_name(protos, source)])
+        for source in sorted(protos.rglob("*.proto"))
     ]
 
 
@@ -53,7 +58,7 @@ def read_descriptors(protos: Path, *options: str) -> FileDescriptorSet:
         out = Path(directory) / "descriptors"
         arguments = [
             "protoc",
-            f"--proto_path={protos}",
+            *(f"--proto_path={root}" for root in roots_of(protos)),
             f"--proto_path={files('grpc_tools') / '_proto'}",
             f"--descriptor_set_out={out}",
             *options,
@@ -64,8 +69,8 @@ def read_descriptors(protos: Path, *options: str) -> FileDescriptorSet:
         return FileDescriptorSet.FromString(out.read_bytes())
 
 
-def _with_comments(file: FileDescriptorProto) -> ProtoFile:
-    return ProtoFile(file, dict(_comments_of(file)))
+def _with_comments(path: str, file: FileDescriptorProto) -> ProtoFile:
+    return ProtoFile(path, file, dict(_comments_of(file)))
 
 
 def _comments_of(file: FileDescriptorProto) -> Iterator[tuple[tuple[int, ...], str]]:

@@ -2,7 +2,7 @@
 import path from "node:path";
 import { loadSync } from "@grpc/proto-loader";
 
-const definition = loadSync(path.join(import.meta.dirname, "error_details.proto"), {
+const definition = loadSync(path.join(import.meta.dirname, "../google/rpc/error_details.proto"), {
   keepCase: true,
   longs: Number,
   defaults: true,

@@ -37,6 +37,7 @@ from gateway.request.generator import Generator
 from gateway.request.models import Models
 from gateway.request.spans import set_incoming_context
 from gateway.request.violations import shortened
+from gateway.server.grpc_web import EXPOSED_HEADERS, GrpcWebMiddleware
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import QuireError, Unauthenticated, invalid_field
@@ -75,6 +76,14 @@ def make_http_app(context: FrontContext) -> Starlette:
             # If keys are required, a page of another site has no key to send.
             *([] if settings.requires_keys else [Middleware(SiteMiddleware, allowed_origins=settings.allowed_origins)]),
             Middleware(
+                GrpcWebMiddleware,
+                servicers={service: each for front in context.opened for service, each in front.servicers.items()},
+                authenticator=context.authenticator,
+                limits=context.body_limits,
+                on_refusal=metrics.count_refused_caller,
+                on_call_end=metrics.grpc_calls.add,
+            ),
+            Middleware(
                 AuthMiddleware,
                 authenticator=context.authenticator,
                 accesses=[front.access for front in context.opened if front.access is not None],
@@ -106,7 +115,7 @@ def _cross_origin(allowed_origins: Sequence[str]) -> list[Middleware]:
             allow_origins=allowed_origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=("x-request-id", "retry-after", IGNORED_HEADER.decode()),
+            expose_headers=("x-request-id", "retry-after", IGNORED_HEADER.decode(), *EXPOSED_HEADERS),
         )
     ]
 

@@ -28,3 +28,24 @@ def test_services_and_methods_are_commented() -> None:
             for number, method in enumerate(service.method):
                 about_one = file.comment_of(FILE_SERVICES, index, SERVICE_METHODS, number)
                 assert about_one or about_all, f"{service.name}.{method.name} has no comment"
+
+
+def test_every_file_names_its_package_in_each_language() -> None:
+    for file in ALL_FILES:
+        options, parts = file.descriptor.options, file.descriptor.package.split(".")
+        folder = ["quire", *parts[-1:]] if len(parts) == 1 else parts
+        capitals = [part.capitalize() for part in parts]
+        assert options.go_package == f"{'/'.join(folder)};{''.join(folder[1:])}", file.path
+        assert options.java_package == file.descriptor.package, file.path
+        assert options.java_multiple_files, file.path
+        assert options.java_outer_classname.endswith("Proto"), file.path
+        assert options.csharp_namespace == ".".join(capitals), file.path
+        assert options.ruby_package == "::".join(capitals), file.path
+        assert options.php_namespace == "\\".join(capitals), file.path
+
+
+def test_public_contracts_import_no_internal_one() -> None:
+    internal = {file.descriptor.name for file in ALL_FILES if file.path.startswith("internal/")}
+    assert internal
+    for file in ALL_FILES:
+        assert file.descriptor.name in internal or internal.isdisjoint(file.descriptor.dependency), file.path
