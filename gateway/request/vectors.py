@@ -61,15 +61,18 @@ class VectorCall:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The results of a call, in the order of its texts: vectors of float32, and the numbers of tokens."""
+    """The results of a call, in the order of its texts: vectors of float32, and the numbers of tokens; and the name of
+    the model."""
 
+    model: str
     vectors: list[NDArray[np.float32]]
     num_tokens: list[int]
 
     @classmethod
-    def of(cls, results: Sequence[Result], dimensions: int | None = None) -> Self:
+    def of(cls, model: str, results: Sequence[Result], dimensions: int | None = None) -> Self:
         """Raises Unavailable if the scheduler of a request was lost between the token and the vector."""
         return cls(
+            model,
             [_vector_of(sequences[0].finished, dimensions) for sequences, _ in results],
             [usage.prompt_tokens for _, usage in results],
         )
@@ -167,7 +170,7 @@ async def requests_for_pairs(
 
 
 async def run_vectors(
-    generator: Generator, requests: Sequence[RequestOptions], names: Names, dimensions: int | None = None
+    generator: Generator, requests: Sequence[RequestOptions], names: Names, call: VectorCall
 ) -> Vectors:
     """Runs the requests of one call. If it is cancelled, or one of them fails, the others are aborted.
 
@@ -180,7 +183,7 @@ async def run_vectors(
 
     with generator.call_memory(AS_MESSAGE) as memory:
         async with running(generator, requests, refusal, memory) as live:
-            return Vectors.of(await results_of(live), dimensions)
+            return Vectors.of(call.model or generator.model.name, await results_of(live), call.dimensions)
 
 
 def new_call_id(kind: str) -> str:

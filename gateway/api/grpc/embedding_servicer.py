@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gateway.api.fields import Names
 from gateway.request.body_memory import keep_memory
-from gateway.request.generator import Generator
+from gateway.request.models import Models
 from gateway.request.vectors import (
     VectorCall,
     Vectors,
@@ -28,7 +28,7 @@ from gateway.request.vectors import (
 )
 from gateway.request.violations import Violations
 from gateway.turns import Turns
-from gateway.types import optional
+from gateway.types import ModelKind, optional
 from quire.gateway.v1 import embedding_pb2 as pb
 from quire.rpc.errors import ResourceExhausted
 
@@ -39,12 +39,12 @@ _MAX_RESPONSE_BYTES = 1 << 20
 
 
 class EmbeddingServicer:
-    def __init__(self, generator: Generator) -> None:
-        self._generator = generator
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         found = await self._vectors(request, 0)
-        response = pb.EmbedResponse(model=self._name_of(request), prompt_tokens=sum(found.num_tokens))
+        response = pb.EmbedResponse(model=found.model, prompt_tokens=sum(found.num_tokens))
         turns = Turns()
         for vector in found.vectors:
             _write_vector(response.embeddings.add(), vector)
@@ -58,10 +58,10 @@ class EmbeddingServicer:
         await context.send_initial_metadata(())
         async with aclosing(_in_order(requests, self._patient_vectors)) as batches:
             async for batch, found in batches:
-                name, turns = self._name_of(batch.request), Turns()
+                turns = Turns()
                 step = max(1, _MAX_RESPONSE_BYTES // found.vectors[0].nbytes)
                 for begin in range(0, len(found.vectors), step):
-                    response = pb.EmbedStreamResponse(first_index=batch.first_index + begin, model=name)
+                    response = pb.EmbedStreamResponse(first_index=batch.first_index + begin, model=found.model)
                     response.prompt_tokens = sum(found.num_tokens[begin : begin + step])
                     for vector in found.vectors[begin : begin + step]:
                         _write_vector(response.embeddings.add(), vector)
@@ -78,14 +78,14 @@ class EmbeddingServicer:
         scores = found.scores
         order = best_first(scores, optional(request, "top_n"))
         results = [pb.RankedDocument(index=index, relevance_score=scores[index]) for index in order]
-        return pb.RerankResponse(results=results, model=self._name_of(request), prompt_tokens=sum(found.num_tokens))
+        return pb.RerankResponse(results=results, model=found.model, prompt_tokens=sum(found.num_tokens))
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         violations = Violations()
         check_pairs(violations, len(request.text_1), len(request.text_2))
         violations.raise_if_any()
         found = await self._scores(request, paired(request.text_1, request.text_2), "text_2")
-        return pb.ScoreResponse(scores=found.scores, model=self._name_of(request), prompt_tokens=sum(found.num_tokens))
+        return pb.ScoreResponse(scores=found.scores, model=found.model, prompt_tokens=sum(found.num_tokens))
 
     async def _patient_vectors(self, request: pb.EmbedRequest, first: int) -> Vectors:
         """As `_vectors`, but waits while the limits of the key, or a full queue, let no more texts run."""
@@ -112,8 +112,9 @@ class EmbeddingServicer:
             place = first + position
             return Names({"text": f"texts[{place}]", "token_ids": f"token_ids[{place}]"})
 
-        requests = requests_for_texts(self._generator, texts, call)
-        return await run_vectors(self._generator, requests, names, call.dimensions)
+        generator = self._models.of(call.model, ModelKind.VECTORS)
+        requests = requests_for_texts(generator, texts, call)
+        return await run_vectors(generator, requests, names, call)
 
     async def _scores(
         self, request: pb.RerankRequest | pb.ScoreRequest, pairs: Sequence[tuple[str, str]], field: str
@@ -123,11 +124,9 @@ class EmbeddingServicer:
         def names(position: int) -> Names:
             return Names({}, {"token_ids": f"{field}[{position}]", "token_ids.ids": f"{field}[{position}]"})
 
-        requests = await requests_for_pairs(self._generator, pairs, call)
-        return await run_vectors(self._generator, requests, names)
-
-    def _name_of(self, request: pb.EmbedRequest | pb.RerankRequest | pb.ScoreRequest) -> str:
-        return request.model or self._generator.model.name
+        generator = self._models.of(call.model, ModelKind.SCORES)
+        requests = await requests_for_pairs(generator, pairs, call)
+        return await run_vectors(generator, requests, names, call)
 
 
 def _texts_of(request: pb.EmbedRequest) -> Sequence[str | Sequence[int]]:

@@ -53,7 +53,7 @@ def open_front(context: FrontContext) -> Front:
         pb.DESCRIPTOR.services_by_name["GenerationService"]: GenerationServicer(models, texts),
         model_pb2.DESCRIPTOR.services_by_name["ModelService"]: ModelServicer(models, context.gateway_id),
         prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"]: PrefixServicer(texts),
-        embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]: EmbeddingServicer(generator),
+        embedding_pb2.DESCRIPTOR.services_by_name["EmbeddingService"]: EmbeddingServicer(models),
     }
     return Front(servicers=services)
 

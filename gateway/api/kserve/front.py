@@ -249,7 +249,7 @@ class _KServeRoutes:
 
     async def generate(self, request: Request) -> Response:
         """Continues one prompt, in the form of Triton's generate extension."""
-        self._servicer.check_generates()
+        self._servicer.check_generates(**_model(request))
         asked = await _generate_message(request, self._body_limits, streams=False)
 
         async def make() -> AsyncGenerator[bytes, None]:
@@ -262,7 +262,7 @@ class _KServeRoutes:
 
     async def generate_stream(self, request: Request) -> Response:
         """Continues one prompt as a stream of server-sent events, one for each piece of the text."""
-        self._servicer.check_generates()
+        self._servicer.check_generates(**_model(request))
         asked = await _generate_message(request, self._body_limits, streams=True)
 
         async def make() -> AsyncGenerator[bytes, None]:

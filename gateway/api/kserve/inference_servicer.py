@@ -90,8 +90,7 @@ class KServeServicer:
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context | None
     ) -> pb.ModelMetadataResponse:
-        self._check_target(request.name, request.version)
-        signature = Signature.of(self._generator.model)
+        signature = Signature.of(self._target(request.name, request.version).model)
         return pb.ModelMetadataResponse(
             name=request.name,
             versions=[MODEL_VERSION],
@@ -101,19 +100,18 @@ class KServeServicer:
         )
 
     async def ModelConfig(self, request: pb.ModelConfigRequest, context: Context | None) -> pb.ModelConfigResponse:
-        self._check_target(request.name, request.version)
-        return pb.ModelConfigResponse(config=_model_config(request.name, Signature.of(self._generator.model)))
+        signature = Signature.of(self._target(request.name, request.version).model)
+        return pb.ModelConfigResponse(config=_model_config(request.name, signature))
 
     async def ModelStatistics(
         self, request: pb.ModelStatisticsRequest, context: Context | None
     ) -> pb.ModelStatisticsResponse:
         if not current_caller().access.is_operator:
             raise PermissionDenied("statistics are for the API keys of operators", reason="OPERATORS_ONLY")
-        if request.name:
-            self._check_target(request.name, request.version)
+        named = [self._target(request.name, request.version)] if request.name else None
         _check_version("version", request.version)
         response = pb.ModelStatisticsResponse()
-        for each in [self._models.named(request.name)] if request.name else self._models:
+        for each in named or self._models:
             name = each.model.name
             if each.adapters.visible(current_caller(), name) is not None:
                 response.model_stats.append(_model_statistics(name, each.metrics.statistics))
@@ -133,14 +131,14 @@ class KServeServicer:
                 response.models.add(name=name, version=MODEL_VERSION, state=state, reason=reason)
         return response
 
-    def check_generates(self) -> None:
-        """Raises Unimplemented if the model generates no text."""
-        self._generator.check_kind(RequestOptions(None))
+    def check_generates(self, name: str, version: str) -> None:
+        """Raises NotFound if no such model is served, and Unimplemented if it generates no text."""
+        self._target(name, version, "model_").check_kind(RequestOptions(None))
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
-        self._check_target(request.model_name, request.model_version, "model_")
-        if self._generator.model.kind is not ModelKind.TEXT:
-            return await infer_vectors(self._generator, request, self.rule)
+        generator = self._target(request.model_name, request.model_version, "model_")
+        if generator.model.kind is not ModelKind.TEXT:
+            return await infer_vectors(generator, request, self.rule)
         return await self._whole(read_inference(request, self.rule, in_stream=False))
 
     async def ModelStreamInfer(
@@ -155,9 +153,9 @@ class KServeServicer:
 
     async def answer(self, request: pb.ModelInferRequest) -> AsyncGenerator[pb.ModelStreamInferResponse, None]:
         """All responses to one request of a stream. Raises QuireError."""
-        self._check_target(request.model_name, request.model_version, "model_")
-        if self._generator.model.kind is not ModelKind.TEXT:
-            yield in_stream(await infer_vectors(self._generator, request, self.rule), is_final=True)
+        generator = self._target(request.model_name, request.model_version, "model_")
+        if generator.model.kind is not ModelKind.TEXT:
+            yield in_stream(await infer_vectors(generator, request, self.rule), is_final=True)
             return
         inference = read_inference(request, self.rule, in_stream=True)
         if not inference.streams:
@@ -211,11 +209,13 @@ class KServeServicer:
         options = inference.options[0]
         return self._models.of(options.model, options.kind)
 
-    def _check_target(self, name: str, version: str, prefix: str = "") -> None:
-        """Raises NotFound for another model or another version. `prefix` begins the names of their fields."""
+    def _target(self, name: str, version: str, prefix: str = "") -> Generator:
+        """The generator of the model. Raises NotFound for another model or another version; `prefix` begins the names
+        of their fields."""
         if (violation := self._models.violation(name)) is not None:
             raise NotFound(f"{prefix}name {violation.description}", reason="MODEL_NOT_FOUND")
         _check_version(f"{prefix}version", version)
+        return self._models.named(name)
 
 
 def _responder(generator: Generator, inference: Inference) -> Responder:

@@ -99,7 +99,7 @@ async def infer_vectors(generator: Generator, request: pb.ModelInferRequest, rul
         else:
             requests = requests_for_texts(generator, texts["text_input"], call)
     names = partial(_names, fields, inputs["documents" if is_ranking else "text_input"])
-    found = await run_vectors(generator, requests, names, call.dimensions)
+    found = await run_vectors(generator, requests, names, call)
     main, num_tokens = signature.outputs
     vectors = np.stack(found.vectors)
     numbers = {main: vectors[:, 0] if is_ranking else vectors, num_tokens: np.array(found.num_tokens, np.uint32)}

@@ -124,7 +124,7 @@ class EmbeddingsShaper(WholeShaper):
         self._body, self._model = body, model
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        found = Vectors.of(results, self._body.dimensions)
+        found = Vectors.of(self._model, results, self._body.dimensions)
         vectors, num_tokens = found.vectors, sum(found.num_tokens)
         answer: Embeddings = {
             "object": "list",

@@ -112,7 +112,7 @@ class _PairsCall(Call, Generic[BodyType]):
 
     def __init__(self, body: BodyType, model: str) -> None:
         self.id = new_call_id(body.api)
-        self.body, self._model = body, model
+        self.body, self.model = body, model
 
     @property
     @abstractmethod
@@ -133,7 +133,7 @@ class _PairsCall(Call, Generic[BodyType]):
 
     def head(self, num_tokens: int) -> Mapping[str, Any]:
         usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"id": self.id, "object": "list", "model": self._model, "usage": usage}
+        return {"id": self.id, "object": "list", "model": self.model, "usage": usage}
 
 
 class RerankCall(_PairsCall[RerankBody]):
@@ -178,7 +178,7 @@ class _PairsShaper(WholeShaper):
         self._call = call
 
     def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        found = Vectors.of(results)
+        found = Vectors.of(self._call.model, results)
         return self._call.answer(self._call.head(sum(found.num_tokens)), found.scores)
 
 
