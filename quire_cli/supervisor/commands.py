@@ -137,7 +137,7 @@ class Commands:
         return f"scheduler{self._suffix(model)}"
 
     def _suffix(self, model: int) -> str:
-        """What tells the processes of a model from those of the first one."""
+        """The end of the names of a model's processes; the first model has none."""
         return f"-{self.settings.served_models[model].name}" if model else ""
 
     def worker_address(self, rank: int, model: int = 0) -> str:

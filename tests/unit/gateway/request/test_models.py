@@ -86,18 +86,18 @@ def test_a_call_goes_to_the_named_model_or_to_the_first_of_its_kind(
 def test_the_only_model_gets_every_call_and_refuses_it_by_itself() -> None:
     alone = make_models(VECTORS_A)
     assert alone.of("anything", TEXT) is alone.of(None) is VECTORS_A
-    with pytest.raises(NotFound, match='the model served here is "a"'):
+    with pytest.raises(NotFound, match=r'the model served here is "a"'):
         alone.named("anything")
 
 
 def test_names_and_kinds_that_do_not_fit_are_refused_with_what_would() -> None:
     with pytest.raises(InvalidArgument, match=r'is "x"; the models served here are "chat", "gpt", "other", "a", "b"$'):
         ALL.of("x", TEXT)
-    with pytest.raises(Unimplemented, match='model "gpt" generates text; "a" gives embeddings') as refused:
+    with pytest.raises(Unimplemented, match=r'model "gpt" generates text; "a" gives embeddings') as refused:
         ALL.of("gpt", VECTORS)
     assert refused.value.reason == "WRONG_KIND_OF_MODEL"
     many = make_models(*(make_generator(f"m{number}", TEXT) for number in range(11)))
-    with pytest.raises(NotFound, match='"m7", 3 others$'):
+    with pytest.raises(NotFound, match=r'"m7", 3 others$'):
         many.named("x")
 
 
@@ -106,9 +106,9 @@ def test_models_that_a_key_may_not_use_are_not_there() -> None:
     assert ALL.of(None, TEXT) is OTHER
     assert ALL.of(None, VECTORS) is VECTORS_B
     assert ALL.names(Caller("t", Access(models=frozenset({"b"})), anyone().account)) == ["b"]
-    with pytest.raises(InvalidArgument, match='is "chat"; the models served here are "other", "b"$'):
+    with pytest.raises(InvalidArgument, match=r'is "chat"; the models served here are "other", "b"$'):
         ALL.of("chat", TEXT)
-    with pytest.raises(Unimplemented, match='"other" generates text'):
+    with pytest.raises(Unimplemented, match=r'"other" generates text'):
         ALL.of("b", TEXT)
     allow()
     with pytest.raises(NotFound, match="no model is served here that this API key may use"):
@@ -117,7 +117,7 @@ def test_models_that_a_key_may_not_use_are_not_there() -> None:
 
 
 def test_a_name_of_two_models_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match='the name "gpt" is of the models chat and gpt'):
+    with pytest.raises(ConfigurationError, match=r'the name "gpt" is of the models chat and gpt'):
         make_models(CHAT, make_generator("gpt", VECTORS))
 
 
