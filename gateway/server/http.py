@@ -439,15 +439,15 @@ class _ProbeRoutes:
         }
 
     async def reset_prefix_cache(self, request: Request) -> ForgottenBlocks:
-        """Clears the prefix caches of all replicas, or of the replicas of `model`, except blocks that requests or pins use;
-        for operators."""
+        """Clears the prefix caches of all replicas, or only of a `model`, except blocks that requests or pins use; for
+        operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
         counts = [await each.replicas.calls.reset_prefix_cache() for each in self._asked(request)]
         return {"forgotten_blocks": sum(counts)}
 
     async def sleep(self, request: Request) -> Sleeping:
-        """Frees the memory of the KV pools of all replicas, or of the replicas of `model`, and at level 2 also of the weights;
-        for operators. Requests wait until /wake_up."""
+        """Frees the memory of the KV pools of all replicas, or only of a `model`, and at level 2 also of the weights; for
+        operators. Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests continue after /wake_up; cancel them yourself")
