@@ -446,8 +446,8 @@ class _ProbeRoutes:
         return {"forgotten_blocks": sum(counts)}
 
     async def sleep(self, request: Request) -> Sleeping:
-        """Frees the memory of the KV pools of all replicas, or only of a `model`, and at level 2 also of the weights; for
-        operators. Requests wait until /wake_up."""
+        """Frees the memory of the KV pools of all replicas, or only of a `model`, and at level 2 also of the weights;
+        for operators. Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
         _check_values(request, "mode", {"keep"}, "running requests continue after /wake_up; cancel them yourself")
