@@ -236,7 +236,7 @@ _HISTOGRAMS = (
 
 
 class GatewayMetrics:
-    """The gateway's metrics, in their own registry. Those of one model have the label `model`: see `of_model`.
+    """The gateway's metrics, in their own registry. Metrics of one model have the label `model`: see `of_model`.
 
     Attributes:
         http_answers: HTTP answers, except answers to probes and to Prometheus.

@@ -101,8 +101,10 @@ def _show(address: str, flags: StatusFlags) -> bool:
         print(f"{'serving' if serving else 'not serving'} at {address} (quire {info.version})")
         for model in models:
             print(_model_line(model))
+        are_several = len({replica.model for replica in info.replicas}) > 1
         for replica in info.replicas:
-            print(_replica_line(replica))
+            of_model = f"model {replica.model}, " if are_several else ""
+            print(f"{of_model}{_replica_line(replica)}")
     return serving
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from quire.rpc.address import check_address
 from quire.runtime.settings import parse_bytes, setting
-from quire.service.service_flags import DrainFlags, ProcessFlags, ServiceFlags, StepFlags, TenantFlags
+from quire.service.service_flags import DrainFlags, ProcessFlags, ReplicaFlags, ServiceFlags, StepFlags, TenantFlags
 
 _LAST_PORT = 65535
 
@@ -148,7 +148,7 @@ class SchedulerFlags(QueueFlags, StepFlags, TenantFlags):
 
 
 @dataclass(frozen=True)
-class SchedulerSettings(SchedulerFlags, DrainFlags, ProcessFlags):
+class SchedulerSettings(SchedulerFlags, DrainFlags, ReplicaFlags, ProcessFlags):
     """Runs the scheduler of one replica."""
 
     listen: str = setting("127.0.0.1:50052", "where gateways connect, HOST:PORT or unix:PATH")

@@ -50,7 +50,7 @@ async def serve(settings: WorkerSettings) -> None:
     try:
         if settings.metrics_port is not None:
             metrics_server = MetricsServer.start(
-                settings.metrics_host, settings.metrics_port, metrics.registry, operators
+                settings.metrics_host, settings.metrics_port, metrics.registry, operators, model=settings.metrics_model
             )
 
         def load() -> Worker:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quire.rpc.address import TcpAddress, check_address
 from quire.runtime.settings import parse_bytes, setting
-from quire.service.service_flags import ModelFlags, ProcessFlags, StepFlags
+from quire.service.service_flags import ModelFlags, ProcessFlags, ReplicaFlags, StepFlags
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class WorkerFlags(StepFlags):
 
 
 @dataclass(frozen=True)
-class WorkerSettings(ModelFlags, WorkerFlags, ProcessFlags):
+class WorkerSettings(ModelFlags, WorkerFlags, ReplicaFlags, ProcessFlags):
     """Holds the KV pool and the model, and runs the scheduler's steps."""
 
     listen: str = setting("127.0.0.1:50053", "address to listen on: HOST:PORT or unix:PATH")

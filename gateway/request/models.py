@@ -49,6 +49,11 @@ class Models:
         return self._generators[0]
 
     @property
+    def default_text(self) -> Generator:
+        """The generator of the first model that generates text; the first one if there is none."""
+        return next((each for each in self if each.model.kind is ModelKind.TEXT), self.default)
+
+    @property
     def are_several(self) -> bool:
         return len(self._generators) > 1
 
@@ -133,17 +138,15 @@ class Models:
         """The generator that gets a new adapter: that of the first model that generates text, or of the adapter with
         this name. Raises AlreadyExists if the name is of another model."""
         holder = next((each for each in self if name in each.adapters.all_names()), None)
-        chosen = next((each for each in self if each.model.kind is ModelKind.TEXT), self.default)
-        if holder is not None and holder is not chosen and holder.adapters.parent_of(name) is None:
+        if holder is not None and holder is not self.default_text and holder.adapters.parent_of(name) is None:
             description = f'is "{shortened(name)}", the name of a model; choose another name'
             raise AlreadyExists.of_field(name_field, description, reason="ADAPTER_EXISTS")
-        return holder or chosen
+        return holder or self.default_text
 
     def with_adapter(self, name: str) -> Generator:
         """The generator with the adapter of this name; the default one if there is none."""
-        return next(
-            (each for each in self if each.adapters.parent_of(name) and name in each.adapters.all_names()), self.default
-        )
+        holders = (each for each in self if name in each.adapters.all_names() and each.adapters.parent_of(name))
+        return next(holders, self.default)
 
     async def holding(self, request_id: str) -> Generator:
         """The generator that has a durable request of the caller's tenant. Raises the errors of `find_durable`."""

@@ -45,7 +45,7 @@ from quire.runtime import clock
 from quire.version import VERSION
 
 _ANY_HOST = "*"
-# What /server_info says of a replica.
+# The facts about a replica in /server_info.
 _SIZES = (
     *("max_model_len", "block_size", "num_gpu_blocks", "num_host_blocks"),
     *("max_num_seqs", "max_num_batched_tokens"),
@@ -448,14 +448,14 @@ class _ProbeRoutes:
         }
 
     async def reset_prefix_cache(self, request: Request) -> ForgottenBlocks:
-        """Clears the prefix caches of all replicas, or of those of `model`, except blocks that requests or pins use;
-        for operators."""
+        """Clears the prefix caches of all replicas, or only of a `model`, except blocks that requests or pins use; for
+        operators."""
         check_is_operator(current_caller(), "resets of the prefix cache")
         counts = [await each.replicas.calls.reset_prefix_cache() for each in self._asked(request)]
         return {"forgotten_blocks": sum(counts)}
 
     async def sleep(self, request: Request) -> Sleeping:
-        """Frees the memory of the KV pools of all replicas, or of those of `model`, and at level 2 also of the weights;
+        """Frees the memory of the KV pools of all replicas, or only of a `model`, and at level 2 also of the weights;
         for operators. Requests wait until /wake_up."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "level", {"1", "2"}, "at level 1 the weights stay loaded, at 2 they are discarded")
@@ -465,7 +465,7 @@ class _ProbeRoutes:
         return {"is_sleeping": True}
 
     async def wake_up(self, request: Request) -> Sleeping:
-        """Ends the sleep of all replicas, or of those of `model`, for operators."""
+        """Ends the sleep of all replicas, or of the replicas of `model`, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
         _check_values(request, "tags", {"weights", "kv_cache"}, "only these parts sleep")
         tags = request.query_params.getlist("tags")
@@ -474,7 +474,7 @@ class _ProbeRoutes:
         return await self.is_sleeping(request)
 
     async def is_sleeping(self, request: Request) -> Sleeping:
-        """Whether all replicas sleep, or those of `model`, for operators."""
+        """Whether all replicas sleep, or the replicas of `model`, for operators."""
         check_is_operator(current_caller(), "sleep and wake-up")
         asleep = await asyncio.gather(*(each.replicas.calls.are_asleep() for each in self._asked(request)))
         return {"is_sleeping": all(asleep)}

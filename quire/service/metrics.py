@@ -5,6 +5,7 @@ in the thread that accepts connections, where one silent client blocks all other
 check of the caller's role, and never reads changed certificates.
 """
 
+import copy
 import datetime as dt
 import logging
 import re
@@ -56,10 +57,12 @@ class MetricsServer:
         registry: CollectorRegistry,
         tls: ServerTls | None = None,
         before_scrape: Callable[[], object] = lambda: None,
+        model: str | None = None,
     ) -> Self:
         """Listens; port 0 picks a free one. With `tls`, HTTPS for callers of its roles only.
 
-        `before_scrape` is called before the metrics are read, in the thread of the connection.
+        `before_scrape` is called before the metrics are read, in the thread of the connection. `model` is the label
+        `model` of all metrics.
 
         Raises:
             ConfigurationError: the port is in use or cannot be bound, or the files of `tls` cannot be used.
@@ -67,7 +70,7 @@ class MetricsServer:
         https = None if tls is None else HttpsFiles(tls)
         check_bindable(TcpAddress(host, port))
         server = (_Server if ":" not in host else _Server6)((host, port), _Handler)
-        metrics = _refreshed(before_scrape, make_wsgi_app(registry))
+        metrics = _refreshed(before_scrape, make_wsgi_app(registry if model is None else _OfModel(registry, model)))
         server.set_app(metrics if tls is None or tls.roles is None else _only_for(tls.roles, metrics))
         if https is not None:
             # The connection's own thread does the handshake, within its timeout.
@@ -81,6 +84,23 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _OfModel(CollectorRegistry):
+    """A registry whose samples have the label `model`, too."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        super().__init__()
+        self._registry = registry
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            labelled = copy.copy(family)
+            labelled.samples = [
+                sample._replace(labels={"model": self._model, **sample.labels}) for sample in family.samples
+            ]
+            yield labelled
 
 
 class _Server(ThreadingWSGIServer):

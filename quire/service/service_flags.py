@@ -131,6 +131,17 @@ class DrainFlags(ServiceFlags):
 
 
 @dataclass(frozen=True)
+class ReplicaFlags(ServiceFlags):
+    """Metrics of a replica."""
+
+    metrics_model: str | None = setting(
+        None,
+        "label `model` of all metrics, for replicas of several models; without it they have no such label",
+        metavar="NAME",
+    )
+
+
+@dataclass(frozen=True)
 class ProcessFlags(ServiceFlags):
     """How to watch this process."""
 

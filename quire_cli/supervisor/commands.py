@@ -57,6 +57,7 @@ class Commands:
             model=self.settings.served_models[model].source,
             listen=self.worker_address(rank, model),
             metrics_port=self._port_of(model, "worker_metrics_port") if rank == 0 else None,
+            metrics_model=self._label_of(model),
             admin_port=None,
             num_threads=_num_threads(settings),
             tensor_parallel_rank=rank,
@@ -73,6 +74,7 @@ class Commands:
             listen=self.scheduler_address_of(model),
             workers=tuple(self.worker_address(rank, model) for rank in self.ranks(model)),
             metrics_port=self._port_of(model, "scheduler_metrics_port"),
+            metrics_model=self._label_of(model),
             admin_port=None,
         )
         return [*self.programs.scheduler, *to_argv(SchedulerSettings, values)]
@@ -105,6 +107,10 @@ class Commands:
         """The settings of a model."""
         return self.settings.of_model(self.settings.served_models[model])
 
+    def _label_of(self, model: int) -> str | None:
+        """The label `model` of a model's metrics, if there are several."""
+        return self.settings.served_models[model].name if len(self.models) > 1 else None
+
     def _port_of(self, model: int, name: str) -> int | None:
         """The port of a model's metrics: its own, or the number of the model after the port that is given for all."""
         port = getattr(self.of_model(model), name)
@@ -131,7 +137,7 @@ class Commands:
         return f"scheduler{self._suffix(model)}"
 
     def _suffix(self, model: int) -> str:
-        """What tells the processes of a model from those of the first one."""
+        """The end of the names of a model's processes; the first model has none."""
         return f"-{self.settings.served_models[model].name}" if model else ""
 
     def worker_address(self, rank: int, model: int = 0) -> str:

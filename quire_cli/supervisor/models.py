@@ -21,7 +21,7 @@ def generates_text(settings: ServeSettings) -> bool:
 
 
 def niceness_of(settings: ServeSettings) -> list[int]:
-    """What is added to the niceness of each model's workers."""
+    """The niceness that each model's workers have in addition to this process's."""
     generate = [generates_text(settings.of_model(model)) for model in settings.served_models]
     return [_NICENESS if any(generate) and not each else 0 for each in generate]
 

@@ -69,7 +69,7 @@ class ServiceSpec:
         environ: The child's environment.
         is_proven: Whether this configuration has worked before. If so, a refusal is due to something that has changed
             since and may change back, so the service is restarted.
-        niceness: What is added to the niceness of this process.
+        niceness: The niceness of the child in addition to this process's.
         on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
     """

@@ -111,8 +111,8 @@ class LocalServer:
 
     def process(self, name: str) -> SupervisedProcess:
         """The process "worker" (of further ranks "worker-1" and so on), "scheduler" or "gateway" (further ones
-        "gateway-1" and so on), once entered. Those of a further model have its name: "worker-NAME", "worker-NAME-1",
-        "scheduler-NAME".
+        "gateway-1" and so on), once entered. Processes of a further model have its name: "worker-NAME",
+        "worker-NAME-1", "scheduler-NAME".
 
         KeyError for another name.
         """

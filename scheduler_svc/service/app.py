@@ -54,7 +54,9 @@ async def serve(settings: SchedulerSettings, on_attached: Callable[[], object] =
         try:
             with contextlib.ExitStack() as stack:
                 if (port := settings.metrics_port) is not None:
-                    scrapes = MetricsServer.start(settings.metrics_host, port, metrics.registry, operators)
+                    scrapes = MetricsServer.start(
+                        settings.metrics_host, port, metrics.registry, operators, model=settings.metrics_model
+                    )
                     stack.callback(scrapes.stop)
                 _logger.info("listening on %s, workers at %s", server.address, ", ".join(settings.workers))
                 await _run_and_drain(loop, requests, settings.drain_timeout)

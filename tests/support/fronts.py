@@ -291,7 +291,7 @@ class KServe(_OfGrpc):
     def _request(self, text: Any, fields: dict[str, Any], *, streams: bool) -> Any:
         fields = _as_vllm(fields)
         request = open_inference_pb2.ModelInferRequest(
-            model_name=fields.pop("model", self._gateway.gateway._generator.model.name)
+            model_name=fields.pop("model", self._gateway.gateway._models.default.model.name)
         )
         if "schema" in fields:
             fields["guided_json"] = fields.pop("schema")

@@ -91,7 +91,7 @@ def gateway_state(models: Models) -> dict[str, Any]:
     """The state of this gateway and its replicas."""
     return {
         "version": VERSION,
-        "model": models.default.model.name,
+        "model": models.default_text.model.name,
         "live_requests": models.num_live,
         "replicas": [
             {

@@ -236,7 +236,7 @@ async def test_a_batch_is_cancelled_with_what_was_answered(client, rig):
     assert (batch.status, batch.request_counts.total, batch.request_counts.completed) == ("cancelled", 2, 0)
     assert batch.cancelled_at is not None
     assert (await client.batches.cancel(batch.id)).status == "cancelled"
-    assert not rig.gateway.gateway._ledger
+    assert not rig.gateway.gateway._models.default.ledger
 
 
 async def test_a_request_that_waits_for_its_next_try_keeps_no_place(tmp_path, model):

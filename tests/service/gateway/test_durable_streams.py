@@ -124,6 +124,5 @@ async def test_an_error_is_the_last_event_of_a_stream_that_a_reader_came_back_to
             rest = [line async for line in lines if line]
     assert '"code":"cancelled_by_id"' in rest[-1]
     registry = two.second.gateway._context.metrics.registry
-    assert (
-        registry.get_sample_value("quire_gateway_requests_total", {"model": "quire-tiny", "outcome": "completed"}) == 0
-    )
+    labels = {"model": two.second.gateway._models.default.model.name, "outcome": "completed"}
+    assert registry.get_sample_value("quire_gateway_requests_total", labels) == 0

@@ -306,7 +306,7 @@ async def test_a_client_that_leaves_takes_its_request_with_it(rig, front, stream
     await rig.scheduler.until(lambda: rig.scheduler.aborted)
     assert not rig.scheduler.live
     async with asyncio.timeout(30):
-        await rig.gateway.gateway._ledger.wait_until_empty()
+        await rig.gateway.gateway._models.default.ledger.wait_until_empty()
 
 
 @over([GrpcGenerate, GrpcChat, Completions, OpenAiChat])

@@ -20,7 +20,7 @@ def headers_of(answer: httpx.Response) -> dict[str, str]:
 
 @pytest.fixture
 async def ready_gateway(gateway, scheduler):
-    await gateway.gateway._generator.replicas.wait_until_ready()
+    await gateway.gateway._models.default.replicas.wait_until_ready()
     return gateway
 
 

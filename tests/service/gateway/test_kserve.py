@@ -122,7 +122,7 @@ async def test_repository_index_lists_the_model_and_its_state(gateway, monkeypat
     for request in (pb.RepositoryIndexRequest(), pb.RepositoryIndexRequest(ready=True)):
         (model,) = (await unary(gateway, "RepositoryIndex", request, pb.RepositoryIndexResponse)).models
         assert (model.name, model.version, model.state, model.reason) == ("quire-tiny", "1", "READY", "")
-    monkeypatch.setattr(gateway.gateway._generator, "is_draining", True)
+    monkeypatch.setattr(gateway.gateway._models.default, "is_draining", True)
     (model,) = (await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(), pb.RepositoryIndexResponse)).models
     assert (model.state, model.reason) == ("UNAVAILABLE", "no request would run at once")
     ready = await unary(gateway, "RepositoryIndex", pb.RepositoryIndexRequest(ready=True), pb.RepositoryIndexResponse)

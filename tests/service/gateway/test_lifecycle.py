@@ -24,7 +24,7 @@ from tests.support.tokenizers import byte_level, write_model_directory
 async def test_drain_waits_for_a_request_whose_text_is_being_tokenized(scheduler, monkeypatch):
     scheduler.emits.clear()
     async with running_gateway(scheduler) as gateway:
-        tokenizer = gateway.gateway._generator.model.tokenizer
+        tokenizer = gateway.gateway._models.default.model.tokenizer
         encode, begun, may_go_on = tokenizer.encode, asyncio.Event(), asyncio.Event()
 
         async def slow_encode(text, *, add_special_tokens):
@@ -59,7 +59,7 @@ async def test_a_gateway_is_ready_with_the_tables_of_its_vocabulary_or_a_moment_
     if ends:
         monkeypatch.setattr(app, "_TABLES_TIMEOUT_S", 300.0)
     async with running_gateway(scheduler) as gateway:
-        constraints = gateway.gateway._generator.model.constraints
+        constraints = gateway.gateway._models.default.model.constraints
         process = cast(TrialProcess, constraints._trial)._process
         assert process is not None
         assert process.poll() is None

@@ -20,7 +20,7 @@ def update_for(scheduler: FakeScheduler, prompt: list[int], **fields) -> schedul
 
 
 def num_known(gateway: RunningGateway, scheduler: FakeScheduler) -> int | None:
-    cached = gateway.gateway._generator.replicas.links[scheduler.address].cached
+    cached = gateway.gateway._models.default.replicas.links[scheduler.address].cached
     return None if cached is None else len(cached)
 
 

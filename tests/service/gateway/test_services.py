@@ -120,7 +120,7 @@ async def test_a_replica_that_appears_gets_requests_and_one_that_goes_gets_none(
         await other.until_known()
         assert await counts_after_four() == (6, 2)
         found.remove(scheduler)
-        links = gateway.gateway._generator.replicas.links
+        links = gateway.gateway._models.default.replicas.links
         await until_true(lambda: scheduler.address not in links)
         assert await counts_after_four() == (6, 6)
         # The counters of a lost replica stay.
@@ -134,7 +134,7 @@ async def test_readiness_names_a_name_that_cannot_be_resolved():
         raise OSError(-2, "Name or service not known")
 
     async with running_gateway(resolver=Resolver(resolve, 0.01), schedulers=(NAME,)) as gateway:
-        replicas = gateway.gateway._generator.replicas
+        replicas = gateway.gateway._models.default.replicas
         await until_true(lambda: replicas.problems)
         answer = await gateway.http.get("/ready")
         assert answer.status_code == 503

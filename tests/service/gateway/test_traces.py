@@ -51,9 +51,9 @@ async def test_a_grpc_request_continues_the_trace_of_its_metadata_and_the_schedu
     done = await collect(traced.generation.GenerateStream(request, metadata=metadata))
     span = await span_of(collector, trace_id)
     assert (span.parent_id, span.status) == (caller, OK)
-    assert span.name == f"text_completion {traced.gateway._generator.model.name}"
+    assert span.name == f"text_completion {traced.gateway._models.default.model.name}"
     assert span.attributes["gen_ai.request.id"] == "traced-1"
-    assert span.attributes["gen_ai.request.model"] == traced.gateway._generator.model.name
+    assert span.attributes["gen_ai.request.model"] == traced.gateway._models.default.model.name
     assert span.attributes["gen_ai.request.max_tokens"] == 6
     assert span.attributes["gen_ai.request.temperature"] == 0.5
     assert span.attributes["gen_ai.request.top_p"] == 0.25

@@ -89,7 +89,7 @@ async def test_statistics_count_requests_and_their_time_by_how_they_ended(gatewa
             with pytest.raises(TritonError):
                 await client.infer(INPUTS, parameters=parameters, timeout_s=timeout_s)
             async with asyncio.timeout(30):
-                await gateway.gateway._ledger.wait_until_empty()
+                await gateway.gateway._models.default.ledger.wait_until_empty()
         if len(scheduler.submits) > num_submits:
             break
     started_ms = time.time() * 1000

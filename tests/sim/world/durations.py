@@ -21,7 +21,7 @@ def misread_by_gateway(
 ) -> Iterator[str]:
     """Durations that a gateway and the connected scheduler at this address understand differently. Gateways want their
     requests kept for `grace_s`."""
-    link = gateway._generator.replicas.links.get(address)
+    link = gateway._models.default.replicas.links.get(address)
     if link is None or link.welcome is None or not link.is_connected:
         return
     connection = table._connections.get(link._hello.hello.gateway_id)

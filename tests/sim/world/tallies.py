@@ -126,7 +126,7 @@ class Tally:
 
 
 def _read(metrics: Any, name: str, labels: Mapping[str, str] | None = None) -> float:
-    # Those of a gateway have the label `model`, too.
+    # Metrics of a gateway have the label `model`, too.
     sought = dict(labels or {}).items()
     samples = (sample for family in metrics.registry.collect() for sample in family.samples if sample.name == name)
     return sum(sample.value for sample in samples if sought <= sample.labels.items())

@@ -4,6 +4,7 @@ import dataclasses
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -11,11 +12,13 @@ from gateway.settings import GatewaySettings
 from quire.runtime.settings import ConfigurationError, load_settings, to_argv
 from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor.commands import Commands, Programs, child_environ
+from quire_cli.supervisor.models import check_memory, niceness_of, shares_of_memory
 from quire_cli.supervisor.server import check_servable
 from quire_cli.supervisor.settings import ServeSettings
 from scheduler_svc.settings import SchedulerSettings
 from tests.support.adapter_files import write_adapter
 from tests.support.certificates import make_certificates
+from tests.support.embedding_models import make_embedding_model
 from worker_svc.settings import WorkerSettings
 
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
@@ -40,6 +43,7 @@ OWN = {
     "tensor_parallel_address",
     "kv_cache_file",
     "memory_share",
+    "metrics_model",
     # A worker adds it to its own command if a sleep discards its weights.
     "load",
 }
@@ -216,3 +220,59 @@ def test_a_key_that_no_header_can_have_is_refused_and_not_shown(key: str) -> Non
     with pytest.raises(ValueError, match="--api-key has a key") as raised:
         ServeSettings(api_keys=(key,))
     assert not key or key not in str(raised.value)
+
+
+def test_each_of_several_models_has_processes_sockets_and_ports_of_its_own(tmp_path: Path) -> None:
+    flags = ["--model=a=/a", "--model=org/b=/b,dtype=float32,tool-call-parser=hermes", "--worker-metrics-port=7000"]
+    served = load_settings(ServeSettings, [*flags, "--tensor-parallel-size=2"], {}, program="quire serve")
+    pools = ([tmp_path / "a0", tmp_path / "a1"], [tmp_path / "b0", tmp_path / "b1"])
+    commands = Commands(served, PROGRAMS, Path("/run/q"), (1, 2), None, pools, (0.5, 0.25))
+    names = [commands.worker_name(rank, model) for model in commands.models for rank in commands.ranks(model)]
+    assert names == ["worker", "worker-1", "worker-org/b", "worker-org/b-1"]
+    workers = [
+        load_settings(WorkerSettings, commands.worker(rank, model)[1:], {}, program="w")
+        for model in commands.models
+        for rank in commands.ranks(model)
+    ]
+    assert [(each.model, each.dtype, each.metrics_port, each.memory_share) for each in workers] == [
+        ("/a", "auto", 7000, 0.5),
+        ("/a", "auto", None, 0.5),
+        ("/b", "float32", 7001, 0.25),
+        ("/b", "float32", None, 0.25),
+    ]
+    assert [each.kv_cache_file for each in workers] == [*pools[0], *pools[1]]
+    assert [each.tensor_parallel_address[-1] for each in workers] == ["1", "1", "2", "2"]
+    schedulers = [
+        load_settings(SchedulerSettings, commands.scheduler(model)[1:], {}, program="s") for model in commands.models
+    ]
+    listening = [each.listen for each in (*workers, *schedulers)]
+    assert len(set(listening)) == len(listening)
+    assert all(len(each.removeprefix("unix:").rpartition("/")[2]) < 40 for each in listening)
+    assert [each.workers for each in schedulers] == [tuple(listening[:2]), tuple(listening[2:4])]
+    gateway = load_settings(GatewaySettings, commands.gateway(0, 11, 12)[1:], {}, program="g")
+    assert [str(each) for each in gateway.models] == ["a=/a", "org/b=/b,tool-call-parser=hermes"]
+    found = [gateway.of_model(each).schedulers for each in gateway.models]
+    assert found == [(each.listen,) for each in schedulers]
+
+
+def test_models_without_a_given_pool_share_the_memory_and_encoders_need_none(tmp_path: Path) -> None:
+    encoder = make_embedding_model(tmp_path / "encoder")
+    given = ["--model=a=quire-tiny", "--model=b=quire-tiny", f"--model=c={encoder}"]
+    with patch("quire_cli.supervisor.models.available_memory", lambda: 8 << 30):
+        served = load_settings(ServeSettings, given, {}, program="quire serve")
+        parts = [served.of_model(each) for each in served.served_models]
+        assert shares_of_memory(parts) == [0.5, 0.5, 1.0]
+        assert niceness_of(served)[:2] == [0, 0] < niceness_of(served)[2:]
+        given[0] += ",kv-cache-memory=2GiB"
+        served = load_settings(ServeSettings, given, {}, program="quire serve")
+        parts = [served.of_model(each) for each in served.served_models]
+        assert shares_of_memory(parts) == [1.0, 0.75, 1.0]
+        check_memory(parts)
+        given[1] += ",kv-cache-memory=7GiB"
+        served = load_settings(ServeSettings, given, {}, program="quire serve")
+        with pytest.raises(
+            ConfigurationError, match=r"all models take 9\..* GiB \(a .*, b .*, c .*\); 8.0 GiB of memory"
+        ):
+            check_servable(served)
+    alone = ServeSettings(models=(ModelFlag(None, str(encoder)),))
+    assert niceness_of(alone) == [0]
