@@ -170,9 +170,13 @@ async def test_the_programs_of_a_page_run_one_after_the_other(served: Served, pa
     assert [each for each in PAGES[page] if each not in out] == []
 
 
+# Its programs need Chroma, which is larger than all other packages of the tests, and a model of real vectors.
+NOT_RUN = {"tutorials/documents.md"}
+
+
 def test_every_page_with_a_program_is_run() -> None:
     pages = {str(page.relative_to(DOCS)) for page in [DOCS / "getting-started.md", *DOCS.glob("tutorials/*.md")]}
-    assert {page for page in pages if "```python" in (DOCS / page).read_text()} == set(PAGES)
+    assert {page for page in pages if "```python" in (DOCS / page).read_text()} == set(PAGES) | NOT_RUN
 
 
 # Patterns that the output of each example matches, one after the other. The asyncio client gets fewer pieces if it is

@@ -141,8 +141,8 @@ def _texts_of(request: pb.EmbedRequest) -> Sequence[str | Sequence[int]]:
 
 
 def _write_vector(message: pb.Embedding, vector: NDArray[np.float32]) -> None:
-    """Sets the numbers from the bytes of the vector, which are those of the packed field: 7 us for 1,024 numbers, where
-    a list of floats takes 70."""
+    """Sets the numbers from the bytes of the vector, as the packed field has them: 10 us for 1,024 numbers, where a
+    list of floats takes 70."""
     message.MergeFromString(_head_of(len(vector)) + vector.astype("<f4", copy=False).tobytes())
 
 
