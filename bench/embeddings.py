@@ -1,4 +1,4 @@
-"""Speed of embeddings over HTTP: texts of 20 and of 256 tokens, one or 32 in a call, from one caller and from 32.
+"""Speed of embeddings over HTTP: texts of 20 and of 256 tokens, one caller with one text or 32 in a call, and 32 callers.
 
 Starts `quire serve` with a shape of random weights, written to `--files`. Servers that are named by `--peer` run already
 with this model and have the same API; each load goes to all servers in turn, round by round, with new texts. The floor
@@ -60,8 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--write-only", action="store_true", help="write the model, for peers to serve, and end")
     parser.add_argument("--peer", action="append", default=[], type=named_server, metavar="NAME=URL")
     parser.add_argument("--tokens", type=int, nargs="+", default=[20, 256], help="of a text")
-    parser.add_argument("--callers", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="texts of a call")
+    parser.add_argument("--calls", nargs="+", default=["1x1", "1x32", "32x1"], help="callers, and texts of a call")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load, server and round")
     parser.add_argument("--flags", default="--dtype=bfloat16", help="further flags of `quire serve`")
@@ -74,7 +73,7 @@ def main(arguments: argparse.Namespace) -> None:
         _write_model(model, arguments.shape)
     if arguments.write_only:
         return
-    loads = [Load(*each) for each in product(arguments.tokens, arguments.callers, arguments.batch)]
+    loads = [Load(tokens, *map(int, each.split("x"))) for tokens, each in product(arguments.tokens, arguments.calls)]
     http_port, grpc_port = free_ports(2)
     command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={model}", f"--http-port={http_port}"]
     command += [f"--grpc-port={grpc_port}", *shlex.split(arguments.flags)]
