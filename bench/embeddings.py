@@ -1,7 +1,7 @@
-"""Speed of embeddings over HTTP: texts of 20 and of 256 tokens, one caller with one text or 32 in a call, and 32 callers.
+"""Speed of embeddings over HTTP: texts of 20 and of 256 tokens, one caller with 1 or 32 texts a call, and 32 callers.
 
-Starts `quire serve` with a shape of random weights, written to `--files`. Servers that are named by `--peer` run already
-with this model and have the same API; each load goes to all servers in turn, round by round, with new texts. The floor
+Starts `quire serve` with a shape of random weights, written to `--files`. Servers named by `--peer` run already with
+this model and have the same API; each load goes to all servers in turn, round by round, with new texts. The floor
 is the time that the products take at the processor's peak (`bench.peak`) on all processors.
 """
 

@@ -23,7 +23,7 @@ from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.weights import Checkpoint, Loadable, Placement
 
-MAX_STEPS_IN_FLIGHT = 1
+MAX_STEPS_IN_FLIGHT = 2
 # How the file of a model with a head names the parts of its encoder, and what the first BERT called a norm's numbers.
 _PREFIXES = ("bert.", "roberta.")
 _OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
