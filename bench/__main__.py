@@ -8,6 +8,7 @@ BENCHMARKS = (
     "blocks",
     "control",
     "core",
+    "embeddings",
     "exactness",
     "floors",
     "gpu",

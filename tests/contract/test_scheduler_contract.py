@@ -109,6 +109,7 @@ async def test_welcome_says_what_the_replica_is(stub: SchedulerServiceStub) -> N
     stream.close()
 
 
+NESTED = scheduler_pb2.ConnectRequest(batch={"messages": [b""]})
 FITS = {"gateway_id": "g", "protocol": SCHEDULER_PROTOCOL.message()}
 OTHER_MODEL = ModelFingerprint(config="c1", tokenizer="t2").message()
 
@@ -144,6 +145,19 @@ async def test_requests_get_their_tokens_in_order_then_their_ends_then_what_they
         assert (end.num_tokens, end.reason) == (4 * handle, common_pb2.FINISH_REASON_LENGTH)
         assert (usage.prompt_tokens, usage.generated_tokens) == (handle, 4 * handle)
     assert not stream.failed
+
+
+async def test_messages_in_a_batch_are_handled_in_their_order(stub: SchedulerServiceStub) -> None:
+    stream, welcome = await GatewayStream.open(stub)
+    assert welcome.takes_batches
+    requests = [scheduler_pb2.ConnectRequest(submit=make_submit(handle, max_tokens=900)) for handle in (1, 2)]
+    abort = scheduler_pb2.ConnectRequest(abort=scheduler_pb2.Abort(handle=1))
+    requests += [abort, scheduler_pb2.ConnectRequest(submit=make_submit(1, max_tokens=4))]
+    stream.outputs |= {1: [], 2: []}
+    await stream.say(batch={"messages": [each.SerializeToString() for each in requests]})
+    await stream.read_until_over(1)
+    assert len(stream.outputs[1]) == 4
+    stream.close()
 
 
 async def test_a_stop_token_ends_a_sequence_and_is_its_last_token(stub: SchedulerServiceStub) -> None:
@@ -216,7 +230,13 @@ async def test_no_more_messages_of_events_come_than_credit_was_given_for(stub: S
 
 @pytest.mark.parametrize(
     "message",
-    [{}, {"credit": {"messages": 0}}, {"credit": {"messages": 1, "taken": 5}}, {"hello": {"gateway_id": "g"}}],
+    [
+        {},
+        {"credit": {"messages": 0}},
+        {"credit": {"messages": 1, "taken": 5}},
+        {"hello": {"gateway_id": "g"}},
+        {"batch": {"messages": [NESTED.SerializeToString()]}},
+    ],
 )
 async def test_a_message_that_makes_no_sense_ends_the_stream(stream: GatewayStream, message: dict) -> None:
     await stream.say(**message)

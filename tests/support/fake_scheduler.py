@@ -398,24 +398,29 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
         async for message in requests:
             self.is_heard = True
-            match message.WhichOneof("message"):
-                case "submit":
-                    self._take(message.submit)
-                case "abort":
-                    self._abort(message.abort)
-                case "credit":
-                    self._take_credit(message.credit)
-                case "resume":
-                    failure = {"code": code_pb2.NOT_FOUND, "reason": "REQUEST_NOT_FOUND", "message": "it is not kept"}
-                    self.fail(message.resume.handle, **failure)
-                case "detach":
-                    self._abort(scheduler_pb2.Abort(handle=message.detach.handle))
-                case "end_unread":
-                    pass
-                case other:
-                    raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
+            batch = message.batch.messages
+            for each in map(scheduler_pb2.ConnectRequest.FromString, batch) if batch else (message,):
+                self._handle(each)
             self._changed.set()
             self._heard.set()
+
+    def _handle(self, message: scheduler_pb2.ConnectRequest) -> None:
+        match message.WhichOneof("message"):
+            case "submit":
+                self._take(message.submit)
+            case "abort":
+                self._abort(message.abort)
+            case "credit":
+                self._take_credit(message.credit)
+            case "resume":
+                failure = {"code": code_pb2.NOT_FOUND, "reason": "REQUEST_NOT_FOUND", "message": "it is not kept"}
+                self.fail(message.resume.handle, **failure)
+            case "detach":
+                self._abort(scheduler_pb2.Abort(handle=message.detach.handle))
+            case "end_unread":
+                pass
+            case other:
+                raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
 
     def _take_credit(self, credit: scheduler_pb2.Credit) -> None:
         if not credit.messages:
@@ -559,6 +564,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             max_logprobs=self.max_logprobs,
             max_adapters=self.max_adapters,
             max_drafts=self.max_drafts,
+            takes_batches=True,
         )
 
 

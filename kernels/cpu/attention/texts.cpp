@@ -1,5 +1,5 @@
 // Attention in both directions within texts that lie one after the other: tiles of a text's queries against tiles of
-// its keys, head by head. No text sees another one, and a tile depends on its own text only.
+// its keys, head by head. The result of a tile depends on its own text only.
 #include "attention/tiles.h"
 #include "runtime/isa.h"
 
@@ -24,9 +24,8 @@ class TextTile {
     begin(unit);
     const int64_t first = unit.begin < args_.window ? 0 : unit.begin - args_.window;
     const int64_t end = unit.length - unit.end < args_.window ? unit.length : unit.end + args_.window;
-    for (int64_t at = first / kKeyTile * kKeyTile; at < end; at += kKeyTile) {
+    for (int64_t at = first / kKeyTile * kKeyTile; at < end; at += kKeyTile)
       add(unit, at, end - at < kKeyTile ? end - at : kKeyTile, at > first);
-    }
     for (int64_t line = 0; line < unit.end - unit.begin; ++line) {
       const int64_t token = unit.first_token + unit.begin + line;
       T* output = static_cast<T*>(args_.output) + (token * args_.num_heads + unit.head) * args_.head_dim;
@@ -77,17 +76,16 @@ class TextTile {
                 words, false);
     for (int64_t line = 0; line < unit.end - unit.begin; ++line) weigh_line(unit, line, at, count, columns);
     pack_values(packed_values, values, columns, args_.head_dim);
-    multiply<T>({sums_, stride_}, {reinterpret_cast<float*>(weights_), kKeyTile / kPair}, packed_values, lines_, stride_,
-                columns / kPair, adds);
+    multiply<T>({sums_, stride_}, {reinterpret_cast<float*>(weights_), kKeyTile / kPair}, packed_values, lines_,
+                stride_, columns / kPair, adds);
   }
 
   // The products of a query with keys from `at` on become weights; its sums so far shrink where a score is larger.
   void weigh_line(const TextUnit& unit, int64_t line, int64_t at, int64_t count, int64_t columns) {
     const int64_t position = unit.begin + line;
     float* scores = scores_ + line * kKeyTile;
-    const float* bias = args_.bias == nullptr ? nullptr
-                                              : args_.bias + unit.head * args_.bias_stride + args_.bias_stride / 2 + at -
-                                                    position;
+    const float* bias = args_.bias;
+    if (bias != nullptr) bias += unit.head * args_.bias_stride + args_.bias_stride / 2 + at - position;
     const int64_t first = position - args_.window - at, last = position + args_.window + 1 - at;
     const int first_seen = static_cast<int>(first < 0 ? 0 : first);
     const int last_seen = static_cast<int>(last < count ? last : count);
@@ -141,6 +139,7 @@ int64_t scratch_of(const TextAttentionArgs& args) {
 
 extern const decltype(IsaKernels::attend_texts) attend_texts_kernels = {
     {attend_texts<float>, attend_texts<BF16>, attend_texts<F16>}};
-extern const decltype(IsaKernels::texts_scratch) texts_scratch = {{scratch_of<float>, scratch_of<BF16>, scratch_of<F16>}};
+extern const decltype(IsaKernels::texts_scratch) texts_scratch = {
+    {scratch_of<float>, scratch_of<BF16>, scratch_of<F16>}};
 
 }  // namespace quire::QUIRE_ISA

@@ -62,6 +62,8 @@ inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t
     int64_t j = 0;
     for (; j + kColumns <= n; j += kColumns)
       multiply_tile<T, kLines, kTileVectors>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
+    for (; j + 2 * kWidth <= n; j += 2 * kWidth)
+      multiply_tile<T, kLines, 2>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
     for (; j < n; j += kWidth)
       multiply_tile<T, kLines, 1>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
   }

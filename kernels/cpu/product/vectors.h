@@ -290,8 +290,8 @@ class Passes {
   typename Lanes<Kind>::Words excess_[kVectors];
 };
 
-// Products of many tokens without AVX-512, which has few registers and no products of pairs: numbers become floats once,
-// those of a panel in scratch memory, those of tokens as they are packed. Sums are rounded as with few tokens.
+// Products of many tokens without AVX-512: AVX2 has few registers and no products of pairs, so all numbers become
+// floats once, a panel in scratch memory, and tokens as they are packed. Sums are rounded as with few tokens.
 template <class Kind>
 class FloatTiles {
  public:
@@ -299,7 +299,7 @@ class FloatTiles {
   static int64_t scratch_bytes(const ProductArgs& args) { return args.in_features * kPanel * sizeof(float); }
   static int64_t packed_bytes(const ProductArgs& args) { return args.num_tokens * args.in_features * sizeof(float); }
 
-  // Packs tokens first to last - 1, in blocks begin to end of kWordsOfBlock numbers: those of a group side by side.
+  // Packs tokens first to last - 1, in blocks begin to end of kWordsOfBlock numbers. A group's tokens are side by side.
   static void pack(const ProductArgs& args, int64_t first, int64_t last, int64_t begin, int64_t end, float* packed) {
     for_groups(first, last, [&](int64_t token, int64_t count) {
       float* to = packed + token * args.in_features + begin * kWordsOfBlock * count;

@@ -34,7 +34,8 @@ int64_t draw_scratch(const DrawArgs& args);
 
 IsaKernels kernels() {
   return {decode_scratch, prefill_scratch,  decode_kernels,     prefill_kernels,
-          merge_kernels,  attend_texts_kernels, texts_scratch, rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
+          merge_kernels, attend_texts_kernels, texts_scratch,
+          rms_norm_kernels, layer_norm_kernels, silu_and_mul_kernels,
           multiply_kernels, rotary_kernels, quantize_kernels, shrink_kernels,     sum_kernels,
           product,        product_scratch,  pack_tokens,        packed_bytes,
           add_experts_kernels, recurrence_kernels, conv_kernels, scan_kernels, gates_kernels, gated_norm_kernels, draw,

@@ -197,8 +197,10 @@ Status Operations::add_text_attention(const TextAttentionArgs& args) {
     const int32_t length = args.lengths[text];
     if (length < 1 || length > args.num_tokens - first) return kBadLengths;
     for (int32_t head = 0; head < args.num_heads; ++head)
-      for (int32_t begin = 0; begin < length; begin += kQueryRows)
-        units.push_back({static_cast<int32_t>(first), length, head, begin, std::min<int32_t>(begin + kQueryRows, length)});
+      for (int32_t begin = 0; begin < length; begin += kQueryRows) {
+        const int32_t end = std::min<int32_t>(begin + kQueryRows, length);
+        units.push_back({static_cast<int32_t>(first), length, head, begin, end});
+      }
     pairs += std::min<int64_t>(length, 2 * args.window + 1) * length;
     first += length;
   }

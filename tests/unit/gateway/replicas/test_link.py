@@ -80,3 +80,21 @@ def test_a_request_that_is_cancelled_before_it_was_sent_is_not_submitted():
     assert isinstance(abort, scheduler_pb2.ConnectRequest)
     assert (list(link._outbox)[:2], abort.abort.handle) == (lives[1:], 3)
     assert [live.submissions for live in lives] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("takes_batches", [False, True])
+def test_small_messages_are_sent_as_one_if_the_scheduler_takes_that(takes_batches: bool):
+    link = SchedulerLink("s:1", gateway_id="g", grace_period_ms=1, model=UNKNOWN_MODEL, listener=Mock())
+    link.is_connected, link.welcome = True, Mock(takes_batches=takes_batches, max_drafts=0)
+    for handle in range(1, 71):
+        request = make_request(prompt=[5] * (10_000 if handle == 40 else 3))
+        link.submit(LiveRequest(request, handle, (), max_chunk_tokens=1, clock=lambda: 0.0))
+    written: list[list[int]] = []
+    while link._outbox:
+        for message in map(scheduler_pb2.ConnectRequest.FromString, link._next_messages()):
+            parts = message.batch.messages if message.HasField("batch") else [message.SerializeToString()]
+            written.append([scheduler_pb2.ConnectRequest.FromString(each).submit.handle for each in parts])
+    if takes_batches:
+        assert [(each[0], each[-1]) for each in written] == [(1, 32), (33, 39), (40, 40), (41, 70)]
+    assert [handle for each in written for handle in each] == list(range(1, 71))
+    assert takes_batches or all(len(each) == 1 for each in written)

@@ -122,7 +122,7 @@ def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa:
 
 
 @parametrize_pairwise("isa,dtype,in_features", ISAS, DTYPES, [33, 384, 1000])
-def test_a_token_has_the_same_bits_with_few_and_with_many_others(isa: str, dtype: torch.dtype, in_features: int) -> None:
+def test_a_token_has_the_same_bits_with_few_and_with_many(isa: str, dtype: torch.dtype, in_features: int) -> None:
     kernels = products_of(isa, dtype, Quantization.NONE)
     x, bias = torch.randn(600, in_features).to(dtype), torch.randn(70).to(dtype)
     packed = kernels.pack_weight(make_weight(70, in_features, dtype), False, Quantization.NONE)

@@ -1,0 +1,53 @@
+"""sentence-transformers behind the part of OpenAI's API that `python -m bench embeddings` calls.
+
+Called as `python sentence_transformers_server.py MODEL PORT DTYPE`. Calls that wait are computed together. Prints one
+line when it is ready.
+"""
+
+import base64
+import json
+import queue
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+from sentence_transformers import SentenceTransformer
+
+INBOX = queue.Queue()
+
+
+def run(model):
+    while True:
+        calls = [INBOX.get()]
+        while not INBOX.empty():
+            calls.append(INBOX.get())
+        vectors = model.encode([text for texts, _ in calls for text in texts], batch_size=64, convert_to_numpy=True)
+        for texts, outbox in calls:
+            outbox.put(vectors[: len(texts)])
+            vectors = vectors[len(texts) :]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        texts, outbox = json.loads(self.rfile.read(int(self.headers["content-length"])))["input"], queue.Queue()
+        INBOX.put((texts, outbox))
+        vectors = [base64.b64encode(each.astype("float32").tobytes()).decode() for each in outbox.get()]
+        data = [{"object": "embedding", "index": place, "embedding": each} for place, each in enumerate(vectors)]
+        body = json.dumps({"object": "list", "data": data}).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+if __name__ == "__main__":
+    kwargs = {"dtype": getattr(torch, sys.argv[3])}
+    threading.Thread(target=run, args=(SentenceTransformer(sys.argv[1], model_kwargs=kwargs),), daemon=True).start()
+    print("ready", flush=True)
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
