@@ -1,5 +1,5 @@
-"""The examples in other languages are built as their `build.sh` says and run against a server whose gateway is killed in
-the middle of a stream: all print the same text, and read the same errors."""
+"""The examples in other languages are built by their `build.sh` and run against a server whose gateway is killed in the
+middle of a stream: all print the same text, and read the same errors."""
 
 import asyncio
 import os
