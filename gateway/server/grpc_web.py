@@ -60,7 +60,7 @@ Report = Callable[[str, grpc.StatusCode], None]
 
 
 class CallContext:
-    """What a servicer uses of its call's context."""
+    """The part of a call's context that servicers use."""
 
     def __init__(self, metadata: Metadata, ends_at: float | None, start: Callable[[Metadata], Awaitable[None]]) -> None:
         self._metadata = metadata

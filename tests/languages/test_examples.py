@@ -24,7 +24,7 @@ PROMPT = "Once upon a time"
 OPTIONS = GenerationOptions(temperature=0.0, constraint=Constraint(regex="(é [a-z]{2} 🦊 ){12}"))
 GATEWAYS = ("gateway", "gateway-1")
 NUM_TOKENS = 8
-"""The gateway is killed when the client has so many."""
+"""The gateway is killed when the client has this number of tokens."""
 
 
 @pytest.fixture(scope="session")
