@@ -48,7 +48,7 @@ CHECKS := check-format check-lint check-types check-imports check-clocks check-w
 	check-code-map check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: check $(CHECKS) test-ui bench paper tiny site api-docs code-map clean
+.PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -101,6 +101,12 @@ test-mutation: setup ## change the scheduler's core in 80 places, one at a time;
 test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictures of docs/images again
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
 	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
+
+# Compilers are in no tier: some hundred megabytes, which root gets from Debian here. Without a compiler its test is
+# skipped.
+test-languages: setup ## build the examples in other languages, and run them while their gateway is killed
+	-[ "$$(id -u)" -ne 0 ] || xargs apt-get install --yes --no-install-recommends <tests/languages/packages.txt
+	QUIRE_LANGUAGES=1 $(PYTEST) --timeout 600 --durations 0 tests/languages $(ARGS)
 
 coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
 	$(PYTEST) $(IN_PARALLEL) -m "extended or not real" --cov --cov-report=html $(ARGS)

@@ -3,7 +3,11 @@ import { type MessageInitShape } from "@bufbuild/protobuf";
 import { Code, ConnectError, createClient, type CallOptions, type Client, type Transport } from "@connectrpc/connect";
 import { BadRequestSchema, ErrorInfoSchema } from "./gen/google/rpc/error_details_pb.js";
 import { SamplingParametersSchema } from "./gen/quire/common/v1/common_pb.js";
-import { GenerationService, type GenerateStreamResponse, type ResumeStreamResponse } from "./gen/quire/gateway/v1/generation_pb.js";
+import {
+  GenerationService,
+  type GenerateStreamResponse,
+  type ResumeStreamResponse,
+} from "./gen/quire/gateway/v1/generation_pb.js";
 
 type Generation = Client<typeof GenerationService>;
 

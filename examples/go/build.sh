@@ -1,6 +1,6 @@
 #!/bin/sh -e
 # Builds `client` in the folder OUT from Debian's packages: golang-go protobuf-compiler protoc-gen-go protoc-gen-go-grpc
-# golang-google-protobuf-dev golang-google-grpc-dev golang-google-genproto-dev. With modules: `go get google.golang.org/grpc` in place of GOPATH.
+# golang-google-protobuf-dev golang-google-grpc-dev golang-google-genproto-dev. With modules, `go get` replaces GOPATH.
 # usage: build.sh OUT
 here=$(dirname "$(realpath "$0")") out=$(realpath "$1")
 mkdir -p "$out/src"

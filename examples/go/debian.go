@@ -5,8 +5,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// Debian 12 has grpc-go 1.33 with golang/protobuf 1.3, which cannot write messages that today's protoc-gen-go makes. With
-// grpc-go of a module (1.40 or later) this file is not needed.
+// Debian 12 has grpc-go 1.33 with golang/protobuf 1.3, which cannot write messages of today's protoc-gen-go. With a
+// later grpc-go, from a module, this file is not needed.
 type codec struct{}
 
 func (codec) Name() string { return "proto" }

@@ -18,7 +18,7 @@ from starlette.routing import BaseRoute, Route
 from gateway.api.answers import HTTP_STATUSES, ErrorBody
 from quire.version import VERSION
 
-OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/health", "/live", "/ping", "/ready", "/version", "/v2/health/live", "/v2/health/ready"})
 """Paths without authentication: load balancers and supervisors request them, and have no keys."""
 METRICS_PATH = "/metrics"
 AnyObject = dict[str, Any]

@@ -30,7 +30,8 @@ from quire.rpc.interceptors import Behavior, Continuation, around, decoder, rema
 from quire.rpc.patience import PatientTimer
 
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-OPEN_METHODS = frozenset(f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods)
+_KSERVE_HEALTH = frozenset(f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady"))
+OPEN_METHODS = _KSERVE_HEALTH | {f"/{_HEALTH.full_name}/{method.name}" for method in _HEALTH.methods}
 """Methods without authentication: load balancers and supervisors call them, and have no keys."""
 # Memory of a call that has begun, measured with 4,000 calls; the factor for its metadata; and the maximum share of all
 # body memory that one call is charged.

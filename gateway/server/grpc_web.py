@@ -33,6 +33,7 @@ from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import count_answer
 from gateway.request.counting import CountedMessage
 from gateway.request.violations import shortened
+from gateway.server.grpc import OPEN_METHODS
 from gateway.turns import LONG_BYTES
 from quire.rpc.errors import (
     DeadlineExceeded,
@@ -59,7 +60,7 @@ Report = Callable[[str, grpc.StatusCode], None]
 
 
 class CallContext:
-    """What a servicer uses of its call's context."""
+    """The part of a call's context that servicers use."""
 
     def __init__(self, metadata: Metadata, ends_at: float | None, start: Callable[[Metadata], Awaitable[None]]) -> None:
         self._metadata = metadata
@@ -152,15 +153,15 @@ class GrpcWebMiddleware:
         self, method: _Method | None, request: Request, media_type: str, *, is_text: bool
     ) -> tuple[Callable[[CallContext], AsyncGenerator[Message]], float | None]:
         """Reads a call: a function that runs it, and the time at which it is over. Raises QuireError and HttpError."""
-        try:
-            caller = self._authenticator.authenticate(request.headers.getlist("authorization"))
-        except QuireError as error:
-            self._on_refusal(error.reason)
-            raise
-        set_caller(caller)
+        if request.url.path not in OPEN_METHODS:
+            try:
+                set_caller(self._authenticator.authenticate(request.headers.getlist("authorization")))
+            except QuireError as error:
+                self._on_refusal(error.reason)
+                raise
         if method is None:
             shown = shortened(request.url.path)
-            raise Unimplemented(f"{shown} is no method that is served here", reason="UNKNOWN_METHOD")
+            raise Unimplemented(f"this server has no method {shown}", reason="UNKNOWN_METHOD")
         if method.streams_requests:
             raise Unimplemented(f"{method.name} takes a stream of requests, which needs gRPC; call the gRPC port")
         ends_at = _ends_at(request.headers.get("grpc-timeout"))

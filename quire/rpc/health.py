@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pool
+from google.protobuf import descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -74,15 +75,29 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
 
 
 class _Pool:
-    """A pool of descriptors that finds the file of a method too, as the protocol wants it; protobuf's own does not."""
+    """A pool of descriptors that finds the file of a method too, as the protocol wants it; protobuf's own does not. It
+    also has the newer version of reflection, whose generated code grpcio-reflection lacks."""
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        older = FileDescriptorProto()
+        reflection_pb2.DESCRIPTOR.CopyToProto(older)
+        older.name = "grpc/reflection/v1alpha/reflection.proto"
+        newer = text_format.MessageToString(older).replace("v1alpha", "v1")
+        self._reflection = DescriptorPool()
+        self._reflection.Add(text_format.Parse(newer, FileDescriptorProto()))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)
 
-    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802  (the pool's name for it)
+    def FindFileByName(self, name: str) -> FileDescriptor:  # noqa: N802  (the pool's name for it)
+        is_reflection = name.startswith("grpc/reflection/v1/")
+        return (self._reflection if is_reflection else self._pool).FindFileByName(name)
+
+    def FindFileContainingSymbol(self, symbol: str) -> FileDescriptor:  # noqa: N802
+        if symbol.startswith("grpc.reflection.v1."):
+            # A method of a service is found by the name of the service.
+            return self._reflection.FindFileContainingSymbol(symbol.removesuffix(".ServerReflectionInfo"))
         try:
             return self._pool.FindFileContainingSymbol(symbol)
         except KeyError:
@@ -96,7 +111,7 @@ class _Pool:
 def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
     """Server reflection of these services and of itself, by either version of the protocol."""
     pool = cast(DescriptorPool, _Pool(descriptor_pool.Default()))
-    names = (*service_names, reflection.SERVICE_NAME)
+    names = (*service_names, *REFLECTION_SERVICES)
     reflection.enable_server_reflection(names, server, pool=pool)
     servicer = reflection.aio.ReflectionServicer(names, pool=pool)
     answer = grpc.stream_stream_rpc_method_handler(

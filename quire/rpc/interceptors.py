@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from quire.rpc.errors import FieldViolation, Internal, InvalidArgument, QuireError, to_rpc_status
+from quire.rpc.errors import FieldViolation, Internal, InvalidArgument, QuireError, Unimplemented, to_rpc_status
 from quire.rpc.health import HEALTH_SERVICE
 
 _logger = logging.getLogger(__name__)
@@ -24,6 +24,7 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 _DAMAGED = "cannot be parsed: the bytes are damaged, cut off or of another message, or a text is not UTF-8"
 _NUM_SILENCE_CHECKS = 20
+_SHOWN_CHARACTERS = 200
 _HEALTH = f"{HEALTH_SERVICE}/"
 OTHER_METHODS = "other"
 """The reported name of calls of methods that a server does not have."""
@@ -35,7 +36,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns a handler's exception into the call's status.
 
     A QuireError becomes its own status with details, before or in the middle of a stream. `context.abort` keeps its
-    meaning and cancellation passes. Anything else becomes INTERNAL with reason "UNEXPECTED": the log gets the
+    meaning and cancellation passes. A method that the server does not have becomes UNIMPLEMENTED with reason
+    "UNKNOWN_METHOD". Anything else becomes INTERNAL with reason "UNEXPECTED": the log gets the
     traceback, the caller gets nothing of it. Bytes that are no such request become INVALID_ARGUMENT with reason
     "MALFORMED_MESSAGE". Handlers must be coroutine functions or async generator functions.
     """
@@ -43,12 +45,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None
+            # A stream handler can answer calls of any kind, and does not read a message first.
+            unknown = functools.partial(_refuse_unknown, handler_call_details.method)
+            return grpc.stream_stream_rpc_method_handler(unknown)
         # Requests are decoded inside the guard: a message that gRPC itself fails to decode ends as UNKNOWN.
         decode_one = decoder(handler.request_deserializer)
         decode = functools.partial(_decode_each, decode_one) if handler.request_streaming else decode_one
         guard = functools.partial(_guarded, method=handler_call_details.method, decode=decode)
         return remake(handler, guard, request_deserializer=None)
+
+
+async def _refuse_unknown(method: str, messages: object, context: grpc.aio.ServicerContext) -> None:
+    error = Unimplemented(f"this server has no method {method[:_SHOWN_CHARACTERS]}", reason="UNKNOWN_METHOD")
+    await abort_with(error, context, method)
 
 
 class Arrivals(grpc.aio.ServerInterceptor):

@@ -13,9 +13,7 @@ def ports_to(pid: int, port: int) -> set[int]:
 def has_connection(pid: int, port: int, peers: set[int]) -> bool:
     """Whether a process or its group accepted at `port` a connection from one of the ports `peers`."""
     own = _sockets_of_group(pid)
-    return any(
-        local == port and remote in peers and inode in own for inode, (local, remote) in _connections().items()
-    )
+    return any(local == port and remote in peers and inode in own for inode, (local, remote) in _connections().items())
 
 
 def _connections() -> dict[int, tuple[int, int]]:
@@ -36,7 +34,7 @@ def _sockets_of_group(pid: int) -> set[int]:
         try:
             if os.getpgid(int(process.name)) != os.getpgid(pid):
                 continue
-            links = [os.readlink(each) for each in (process / "fd").iterdir()]
+            links = [str(each.readlink()) for each in (process / "fd").iterdir()]
         except OSError:
             continue
         found.update(int(link[len("socket:[") : -1]) for link in links if link.startswith("socket:["))

@@ -1,5 +1,5 @@
-"""The examples in other languages are built as their `build.sh` says and run against a server whose gateway is killed in
-the middle of a stream: all print the same text, and read the same errors."""
+"""The examples in other languages are built by their `build.sh` and run against a server whose gateway is killed in the
+middle of a stream: all print the same text, and read the same errors."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ PROMPT = "Once upon a time"
 OPTIONS = GenerationOptions(temperature=0.0, constraint=Constraint(regex="(é [a-z]{2} 🦊 ){12}"))
 GATEWAYS = ("gateway", "gateway-1")
 NUM_TOKENS = 8
-"""The gateway is killed when the client has so many."""
+"""The gateway is killed when the client has this number of tokens."""
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,8 @@ impl Client {
         let socket = tokio::net::TcpStream::connect(&self.address).await?;
         let (mut sender, connection) = h2::client::handshake(socket).await?;
         tokio::spawn(connection);
-        let mut head = http::Request::post(format!("http://{}/quire.gateway.v1.GenerationService/{method}", self.address))
+        let url = format!("http://{}/quire.gateway.v1.GenerationService/{method}", self.address);
+        let mut head = http::Request::post(url)
             .header("content-type", "application/grpc+proto")
             .header("te", "trailers")
             .header("grpc-timeout", format!("{}m", timeout.as_millis()));

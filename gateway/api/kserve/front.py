@@ -197,7 +197,7 @@ class _KServeRoutes:
     async def server(self, request: Request) -> InferenceServer:
         """The name and the version of the server."""
         metadata = await self._servicer.ServerMetadata(pb.ServerMetadataRequest(), None)
-        return {"name": metadata.name, "version": metadata.version, "extensions": []}
+        return {"name": metadata.name, "version": metadata.version, "extensions": list(metadata.extensions)}
 
     async def live(self, request: Request) -> Liveness:
         """Whether the server runs."""

@@ -55,6 +55,8 @@ _DATA_TYPES = {
 MAX_RUNNING = 64
 _SHARED_MEMORY = "elements of tensors are sent in the messages"
 _FIXED = "the server only serves the model that it was started with"
+# Triton's names; binary_tensor_data and generate are of the HTTP port.
+_EXTENSIONS = ("binary_tensor_data", "generate", "model_configuration", "parameters", "statistics")
 _WAYS_OUT: Mapping[str, str] = {
     "RepositoryModelLoad": _FIXED,
     "RepositoryModelUnload": _FIXED,
@@ -85,7 +87,7 @@ class KServeServicer:
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context | None
     ) -> pb.ServerMetadataResponse:
-        return pb.ServerMetadataResponse(name="quire", version=VERSION)
+        return pb.ServerMetadataResponse(name="quire", version=VERSION, extensions=_EXTENSIONS)
 
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context | None

@@ -24,7 +24,15 @@ from quire.client.connection import KeyedChannel
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.gateway.v1.prefix_pb2 import PinPrefixRequest
 from quire.inference import open_inference_pb2
-from quire.rpc.errors import NotFound, PermissionDenied, ResourceExhausted, Unauthenticated, Unavailable, from_rpc_error
+from quire.rpc.errors import (
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    from_rpc_error,
+)
 from quire.rpc.server import RpcServer
 from quire_cli.main import main
 from tests.support.gateway_process import error_of, running_gateway, stream_request
@@ -33,7 +41,8 @@ from tests.support.keys import KeysFile
 from tests.support.scheduler_process import until
 
 HEALTH = "grpc.health.v1.Health"
-OPEN_PATHS = {"/health", "/live", "/ping", "/ready", "/version"}
+KSERVE = "/inference.GRPCInferenceService/"
+OPEN_PATHS = {"/health", "/live", "/ping", "/ready", "/version", "/v2/health/live", "/v2/health/ready"}
 LONG_TEXT = "Once upon a time there was a fox who lived in a wood with many friends and slept in a hollow tree"
 
 
@@ -100,7 +109,11 @@ def assert_refused_without_a_key(address: str, methods: list[str]) -> None:
 
 async def test_every_method_but_health_is_refused_without_a_key(gateway, key, scheduler):
     methods = await asyncio.to_thread(methods_of, gateway.gateway.grpc_address, key)
-    guarded = [method for method in methods if not method.startswith(f"/{HEALTH}/")]
+    assert {f"/grpc.reflection.{each}.ServerReflection/ServerReflectionInfo" for each in ("v1", "v1alpha")} <= {
+        *methods
+    }
+    is_open = (f"/{HEALTH}/", f"{KSERVE}ServerLive", f"{KSERVE}ServerReady")
+    guarded = [method for method in methods if not method.startswith(is_open)]
     assert {"GenerateStream", "ListModels", "PinPrefix", "ServerReflectionInfo"} <= {m.split("/")[2] for m in guarded}
     await asyncio.to_thread(assert_refused_without_a_key, gateway.gateway.grpc_address, guarded)
     assert not scheduler.submits
@@ -112,15 +125,17 @@ async def test_health_needs_no_key(gateway):
     watching = stub.Watch(health_pb2.HealthCheckRequest())
     assert await watching.read() is not EOF
     watching.cancel()
+    assert await gateway.channel.unary_unary(f"{KSERVE}ServerLive")(b"", timeout=30) == b"\x08\x01"
+    assert await gateway.channel.unary_unary(f"{KSERVE}ServerReady")(b"", timeout=30) == b"\x08\x01"
 
 
 @pytest.mark.parametrize("method", ["/quire.gateway.v1.GenerationService/Invented", "/x/Y", "/grpc.health.v1.Health/Z"])
 async def test_an_unknown_method_is_refused_without_a_key_and_unknown_with_one(gateway, key, method):
     call = gateway.channel.unary_unary(method)
     await refusal_of(call(b"", timeout=30))
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await call(b"", timeout=30, metadata=bearer(key))
-    assert raised.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    error = await error_of(call(b"", timeout=30, metadata=bearer(key)))
+    assert isinstance(error, Unimplemented)
+    assert (error.reason, error.message) == ("UNKNOWN_METHOD", f"this server has no method {method}")
 
 
 async def test_a_service_that_nobody_named_is_refused_with_a_key_too(keys, key):

@@ -140,6 +140,13 @@ async def test_a_method_that_is_not_served_is_refused_with_a_way_out(gateway, me
     assert words in (refused.value.details() or "")
 
 
+async def test_the_server_names_the_extensions_that_it_has(gateway):
+    metadata = await unary(gateway, "ServerMetadata", pb.ServerMetadataRequest(), pb.ServerMetadataResponse)
+    over_http = (await gateway.http.get("/v2")).json()
+    assert over_http["extensions"] == list(metadata.extensions)
+    assert {"parameters", "statistics", "model_configuration"} <= {*metadata.extensions}
+
+
 async def test_repository_index_knows_no_repository_by_a_name(gateway):
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await unary(
