@@ -369,6 +369,7 @@ def _make_generator(
         tool_format=settings.tool_call_parser,
         reasoning_format=settings.reasoning_parser,
         takes_templates=settings.request_chat_templates,
+        pooling=settings.pooling,
     )
     replicas = Replicas(
         settings.schedulers,

@@ -14,7 +14,7 @@ from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.products import Product, make_product
 from worker_svc.weights import Loadable, TensorReader, TensorSpec
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
     "ReLU": functional.relu,
@@ -88,7 +88,7 @@ class TextVectors(nn.Module):
                     x = pool(modes, x, lengths)
                 case Dense():
                     assert product is not None
-                    x = _ACTIVATIONS[module.activation](product(x))
+                    x = ACTIVATION_FUNCTIONS[module.activation](product(x))
                 case Normalize():
                     x = functional.normalize(x, dim=1)
         return x
@@ -105,7 +105,7 @@ class PairScores(Loadable):
 
     def __init__(self, files: RankingFiles, architecture: str, hidden_size: int) -> None:
         super().__init__()
-        self._activation = _ACTIVATIONS[files.activation]
+        self._activation = ACTIVATION_FUNCTIONS[files.activation]
         first, second = _HEADS[RANKERS[architecture] == "bert"]
         sizes = {first: (hidden_size, hidden_size), second: (1, hidden_size)}
         self._specs = [

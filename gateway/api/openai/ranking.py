@@ -126,7 +126,8 @@ class _PairsCall(Call, Generic[BodyType]):
         options = vector_options(ModelKind.SCORES, body.model, body.priority, truncate=body.truncate)
         generator.check_kind(options)
         # A query is tokenized again with each document.
-        pairs, limit = self.pairs, (await generator.limits()).max_message_bytes
+        pairs, limit, made = self.pairs, (await generator.limits()).max_message_bytes, generator.model.pairs
+        assert made is not None, "a model that ranks"
         if (size := sum(len(first) + len(second) for first, second in pairs)) > limit:
             raise InvalidArgument(
                 f"the pairs of this call have {size:,} characters, each text counted in each of its pairs; the max is "
@@ -135,7 +136,7 @@ class _PairsCall(Call, Generic[BodyType]):
         turns = Turns()
         requests: list[RequestOptions] = []
         for first, second in pairs:
-            ids = await generator.model.tokenizer.encode_pair(first, second)
+            ids = await made.encode(first, second)
             requests.append(replace(options, prompt=TokenPrompt(ids)))
             await turns.pause()
         return requests
