@@ -41,7 +41,8 @@ from worker_svc.device.pool_file import KvNamespace
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter, max_state_drafts
-from worker_svc.device.vector_runner import VectorRunner
+from worker_svc.encoders.decoder_runner import VectorRunner
+from worker_svc.encoders.decoder_setup import VectorPart
 from worker_svc.encoders.loading import make_encoder_worker
 from worker_svc.first_steps import predict_passes, warm_up
 from worker_svc.loaded_adapters import AdapterSlots
@@ -57,7 +58,6 @@ from worker_svc.sampling.constraints import RowMatchers, TemplateCache
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry, PoolGeometry, WorkerInfo, WorkerLimits
 from worker_svc.thread_binding import OWN_BINDING, processors_for
-from worker_svc.vector_setup import VectorPart
 from worker_svc.weights import DTYPE_BYTES, Checkpoint
 
 MAX_STEPS_IN_FLIGHT = 2

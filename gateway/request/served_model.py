@@ -21,7 +21,6 @@ from quire.rpc.errors import InvalidArgument
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
 
-
 _PAIR_ROLES = ("query", "document")
 _PLAIN = TemplateOptions(add_generation_prompt=False)
 
@@ -112,8 +111,8 @@ class ServedModel:
         takes_templates: bool = False,
         pooling: str = "auto",
     ) -> Self:
-        """Reads a model directory; `executor` runs long work; `pooling` is as in `vector_files`. With `takes_templates` a chat may have a template of its
-        own. Formats that are not given are detected in the template.
+        """Reads a model directory; `executor` runs long work; `pooling` is as in `vector_files`. With `takes_templates`
+        a chat may have a template of its own. Formats that are not given are detected in the template.
 
         Raises:
             ConfigurationError: something is missing or malformed, in one line.

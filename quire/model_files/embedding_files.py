@@ -215,9 +215,7 @@ def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | No
         if not _is_of(directory, "ForSequenceClassification"):
             return None
         _check_is_causal(directory)
-        return RankingFiles(
-            _activation_of_scores(directory), longest, has_template=directory.chat_template is not None
-        )
+        return RankingFiles(_activation_of_scores(directory), longest, has_template=directory.chat_template is not None)
     _check_is_causal(directory)
     kinds = [str(each.get("type")).rpartition(".")[2] for each in listed if isinstance(each, dict)]
     settings = _read(path / _TRANSFORMER_SETTINGS) or {}
@@ -266,8 +264,8 @@ def _check_is_causal(directory: ModelDirectory) -> None:
     for name, usual in (("is_causal", True), ("use_bidirectional_attention", False)):
         if directory.config.get(name, usual) not in (usual, None):
             raise ConfigurationError(
-                f"{directory.path}: {name} of config.json is {directory.config[name]!r:.80}: its tokens attend to later "
-                "ones, which is not supported"
+                f"{directory.path}: {name} of config.json is {directory.config[name]!r:.80}: its tokens attend to "
+                "later ones, which is not supported"
             )
 
 

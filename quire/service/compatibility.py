@@ -183,8 +183,8 @@ def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, th
     """Raises FailedPrecondition (MODEL_MISMATCH) where a part that both have differs. `us`, `them`: as above."""
     if differing := differing_parts(ours, theirs):
         raise FailedPrecondition(
-            f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model, and the "
-            "same --pooling",
+            f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model, and "
+            "the same --pooling",
             reason="MODEL_MISMATCH",
         )
 

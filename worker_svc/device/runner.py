@@ -474,7 +474,9 @@ class ModelRunner:
             return None
         return replace(batch, max_drafts=num_more - 1, max_passes=batch.max_passes - len(passes))
 
-    def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "tuple[ModelPass, HostCopy]":
+    def _run(
+        self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None
+    ) -> "tuple[ModelPass, HostCopy]":
         """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
         drafted, asked, checkpoints = None, batch, self._checkpoints
         if self._drafts is not None:

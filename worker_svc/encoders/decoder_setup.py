@@ -7,8 +7,8 @@ import torch
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from worker_svc.encoders.decoder_vectors import HeadScores, LogitScores, PooledVectors, PromptVectors
 from worker_svc.models.base import CausalLM, NativeCausalLM
-from worker_svc.models.prompt_vectors import HeadScores, LogitScores, PooledVectors, PromptVectors
 from worker_svc.models.registry import FAMILIES
 from worker_svc.settings import WorkerSettings
 from worker_svc.step import ModelGeometry
@@ -16,7 +16,7 @@ from worker_svc.step import ModelGeometry
 
 @dataclass(frozen=True, slots=True)
 class VectorPart:
-    """What a worker needs in addition to the decoder.
+    """The parts of a worker that gives vectors, in addition to its decoder.
 
     Attributes:
         files: of a decoder.
@@ -28,7 +28,11 @@ class VectorPart:
 
     @classmethod
     def make(
-        cls, directory: ModelDirectory, files: EmbeddingFiles | RankingFiles, settings: WorkerSettings, device: torch.device
+        cls,
+        directory: ModelDirectory,
+        files: EmbeddingFiles | RankingFiles,
+        settings: WorkerSettings,
+        device: torch.device,
     ) -> "VectorPart":
         """Raises ConfigurationError if the files and the settings do not fit together."""
         if directory.architecture not in FAMILIES or settings.model_impl == "transformers":

@@ -132,7 +132,11 @@ class LogitScores(PromptVectors):
 
     def __init__(self, files: RankingFiles, model: NativeCausalLM) -> None:
         super().__init__()
-        self._activation, self._answers, self._logits = ACTIVATION_FUNCTIONS[files.activation], files.answers, model.logits
+        self._activation, self._answers, self._logits = (
+            ACTIVATION_FUNCTIONS[files.activation],
+            files.answers,
+            model.logits,
+        )
         if max(files.answers) >= model.vocab_size:
             raise ConfigurationError(
                 f"LogitScore has the token {max(files.answers)}; the model has {model.vocab_size} tokens"

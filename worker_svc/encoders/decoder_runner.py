@@ -7,8 +7,8 @@ import torch
 from worker_svc.device.flat_batch import find_lone_tokens, finite_tokens, plan_samples
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.runner import HostCopy, ModelPass, ModelRunner, StepValues
-from worker_svc.models.base import NativeCausalLM
-from worker_svc.models.prompt_vectors import PromptVectors
+from worker_svc.encoders.decoder_vectors import PromptVectors
+from worker_svc.models.base import CausalLM
 from worker_svc.sampling.sampler import Drawn
 from worker_svc.step import Batch, ModelGeometry, RowChanges, WorkerLimits
 from worker_svc.streams import Stopwatch, to_device
@@ -20,7 +20,7 @@ class VectorRunner(ModelRunner):
 
     def __init__(
         self,
-        model: NativeCausalLM,
+        model: CausalLM,
         pool: KvPool,
         geometry: ModelGeometry,
         limits: WorkerLimits,
