@@ -220,7 +220,8 @@ def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | No
     kinds = [str(each.get("type")).rpartition(".")[2] for each in listed if isinstance(each, dict)]
     settings = _read(path / _TRANSFORMER_SETTINGS) or {}
     modalities = settings.get("modality_config") or {}
-    if kinds in (["Transformer", "LogitScore"], ["Transformer"]):
+    has_head = kinds == ["Transformer"] and _is_of(directory, "ForSequenceClassification")
+    if has_head or kinds == ["Transformer", "LogitScore"]:
         given = _read(path / _SETTINGS) or {}
         answers = _answers(_config(_folder(path, listed[1].get("path")))) if len(kinds) > 1 else ()
         prompt = (given.get(_PROMPTS) or {}).get(given.get("default_prompt_name")) or ""
