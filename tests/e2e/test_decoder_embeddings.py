@@ -110,8 +110,9 @@ async def test_ranks_share_a_model_that_a_flag_makes_one_of_embeddings(pooling: 
     mode = {"last": "lasttoken", "mean": "mean"}[pooling]
     named = make_decoder(tmp_path / "named", modules=(("Pooling", {"pooling_mode": mode}), ("Normalize", {})))
     expected = SentenceTransformer(str(named), device="cpu").encode(TEXTS)
-    async with serving(model=str(plain), dtype="float32", pooling=pooling, tensor_parallel_size=2) as served:
-        np.testing.assert_allclose(await ask(client_of(served), TEXTS), expected, atol=1e-5)
+    flags = {"dtype": "float32", "pooling": pooling, "tensor_parallel_size": 2}
+    async with serving(model=str(plain), **flags) as served, client_of(served) as client:
+        np.testing.assert_allclose(await ask(client, TEXTS), expected, atol=1e-5)
 
 
 async def test_documents_are_ranked_with_the_template(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.request.served_model import ServedModel
+from gateway.text.tokenizer import Tokenizer
 from quire.model_files.embedding_files import vector_files
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -39,11 +40,11 @@ POOLINGS: dict[str, Modules] = {
 SMALL = ("--num-threads=1", "--max-num-seqs=8", "--num-gpu-blocks=400")
 
 
-def encode(path: Path, texts: Sequence[str], **options: Any) -> list[list[int]]:
-    model = ServedModel.open(path, None, FairExecutor(1), **options)
+def encode(path: Path, texts: Sequence[str]) -> list[list[int]]:
+    tokenizer = Tokenizer.open(ModelDirectory.open(path), FairExecutor(1))
 
     async def all_of_them() -> list[list[int]]:
-        return [await model.tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        return [await tokenizer.encode(text, add_special_tokens=True) for text in texts]
 
     return asyncio.run(all_of_them())
 
@@ -190,3 +191,55 @@ def test_scores_are_those_of_a_cross_encoder(name: str, tmp_path: Path) -> None:
 
     found = run(WholeEngine(f"--model={path}", "--dtype=float32", *SMALL), asyncio.run(prompts_of()))
     torch.testing.assert_close(torch.tensor(found[:, 0]), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"modules": (("Pooling", {"pooling_mode": "cls"}),)},
+            "the pooling mode cls is not supported for Qwen3ForCausal",
+        ),
+        ({"modules": (("SpladePooling", {}),)}, "has a module of the type SpladePooling, which is not supported"),
+        (
+            {"modules": (("LogitScore", {"true_token_id": "yes"}),)},
+            r"LogitScore are \['yes', None\]; expected token ids",
+        ),
+        ({"modules": LAST, "is_causal": False}, "is_causal of config.json is False: its tokens attend to later ones"),
+        ({"modules": None, "task": "Model"}, "has no output layer, .* give --pooling last or --pooling mean"),
+        (
+            {"modules": LAST, "of_transformer": {"modality_config": {"message": {}}}},
+            "puts texts into the chat template, which is not supported for embeddings",
+        ),
+        (
+            {"modules": None, "task": "ForSequenceClassification", "num_labels": 3},
+            "architecture Qwen3ForSequenceClassification .* classifies or ranks texts and generates none",
+        ),
+    ],
+)
+def test_files_that_are_not_known_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_decoder(tmp_path, **fields)
+    with pytest.raises(ConfigurationError, match=message):
+        vector_files(ModelDirectory.open(path))
+
+
+def test_a_template_without_query_and_document_is_refused(tmp_path: Path) -> None:
+    template = "{% for message in messages %}{{ message.content if message.role == 'user' }}{% endfor %}"
+    path = make_decoder(tmp_path, modules=None, task="ForSequenceClassification", num_labels=1, template=template)
+    with pytest.raises(ConfigurationError, match="does not show messages of the roles query and document"):
+        ServedModel.open(path, None, FairExecutor(1))
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = make_decoder(tmp_path, modules=LAST)
+    for flag, message in (
+        ("--max-model-len=482", "texts of this model have at most 480 tokens, .* use at most 481"),
+        ("--model-impl=transformers", "runs through transformers' code, which gives no vectors of texts"),
+        ("--draft-model=x", "--draft-model is x; .* generates no text: leave it out"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            WholeEngine(f"--model={path}", *SMALL, flag)
+    # The longest text takes every position.
+    plain = make_decoder(tmp_path / "plain", modules=None)
+    engine = WholeEngine(f"--model={plain}", *SMALL, "--pooling=mean")
+    assert np.isfinite(run(engine, [[5] * 512])).all()
