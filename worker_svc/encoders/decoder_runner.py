@@ -53,4 +53,6 @@ class VectorRunner(ModelRunner):
         if not self.is_asynchronous and self._model.state is None:
             lone = find_lone_tokens(batch, self._rows.sampling.num_prompt_tokens)
         hidden = self._forward(batch, lone, checkpoints)
+        if self._vectors.state is None:
+            return hidden
         return self._vectors.summaries(hidden, self._model_input(batch, checkpoints))

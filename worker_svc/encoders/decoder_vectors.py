@@ -37,12 +37,13 @@ class PromptVectors(Loadable):
         """Most have no tensors of the model's files."""
 
     def summaries(self, hidden: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        """A line for each token, of it and of the tokens before it, [T, n]; changes the states of the rows.
+        """A line for each token, of it and of the tokens before it, [T, n]; changes the states of the rows. Only for
+        vectors with a state; otherwise a line is the hidden state.
 
         Args:
             hidden: [T, hidden], of the new tokens of a step.
         """
-        return hidden
+        raise NotImplementedError
 
     @abstractmethod
     def forward(self, summaries: torch.Tensor) -> torch.Tensor:
@@ -74,8 +75,6 @@ class PooledVectors(PromptVectors):
             self.state = StateLayout((shape,)).size(1)
 
     def summaries(self, hidden: torch.Tensor, inputs: ModelInput) -> torch.Tensor:
-        if not self._sums:
-            return hidden
         hidden, counts = hidden[: len(inputs.positions)].float(), (inputs.positions + 1).float()[:, None]
         sums = self._running_sums(hidden, counts, inputs)
         divisors = {
