@@ -383,6 +383,7 @@ class _GeneratorMaker:
             tool_format=settings.tool_call_parser,
             reasoning_format=settings.reasoning_parser,
             takes_templates=settings.request_chat_templates,
+            pooling=settings.pooling,
         )
         metrics = self.metrics.of_model(model.name)
         ledger = self.last = Ledger(max_chunk_tokens=settings.max_chunk_tokens, other=self.last)

@@ -215,9 +215,10 @@ def memory_for_pool(
     The step runs on a pool of one block that all sequences share: only its memory matters.
     """
     device = model.device
-    num_new = _worst_case(limits, geometry.max_model_len)
+    longest = min(geometry.max_model_len, model.max_model_len)
+    num_new = _worst_case(limits, longest)
     # Attention cuts the longest context into pieces, and allocates results of that number of pieces for every row.
-    lengths = [geometry.max_model_len, *num_new[1:]]
+    lengths = [longest, *num_new[1:]]
     request = PoolRequest(block_size, num_gpu_blocks=1, kv_cache_memory=None, swap_space=0, max_useful_blocks=1)
     pool = allocate_pool(pool_geometry(model, request, None), device, model.dtype, layers=model.cache_layers)
     torch.cuda.reset_peak_memory_stats(device)

@@ -16,9 +16,9 @@ from kernels.cpu.library import LibraryUnavailableError, find_open_mp
 from kernels.packed_weight import Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
-from quire.model_files.architectures import ENCODERS
-from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
-from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
+from quire.model_files.architectures import ENCODERS, RANKERS
+from quire.model_files.embedding_files import vector_files
+from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import (
     PROFILING,
@@ -41,6 +41,8 @@ from worker_svc.device.pool_file import KvNamespace
 from worker_svc.device.replay import check_cuda_graphs
 from worker_svc.device.runner import ModelRunner, record_cuda_graphs
 from worker_svc.draft_setup import DraftPart, checked_draft_model, draft_directory, make_drafter, max_state_drafts
+from worker_svc.encoders.decoder_runner import VectorRunner
+from worker_svc.encoders.decoder_setup import VectorPart
 from worker_svc.encoders.loading import make_encoder_worker
 from worker_svc.first_steps import predict_passes, warm_up
 from worker_svc.loaded_adapters import AdapterSlots
@@ -92,13 +94,18 @@ def build_worker(
     log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
-    if (files := EmbeddingFiles.of(directory) or RankingFiles.of(directory)) is not None:
+    files = vector_files(directory, settings.pooling)
+    if files is not None and directory.architecture in (ENCODERS | RANKERS):
         worker = make_encoder_worker(
             directory, files, settings, device_loop, device=device, dtype=dtype, ranks=ranks, report=report
         )
         if settings.thread_binding == "auto":
             bind_threads(ranks)
         return worker
+    fingerprint, part = ModelFingerprint.read(directory), None
+    if files is not None:
+        part = VectorPart.make(directory, files, settings, device)
+        settings, fingerprint = part.settings(settings), fingerprint.with_vectors(files)
     load = partial(
         load_model,
         device=device,
@@ -111,9 +118,11 @@ def build_worker(
     )
     of_draft = draft_directory(settings, directory, device)
     # Beside the weights, whose reading leaves the interpreter to others.
-    templates = TemplateCache(partial(Vocabulary.of_model, directory, directory.config.get("vocab_size")))
+    templates = None
+    if part is None:
+        templates = TemplateCache(partial(Vocabulary.of_model, directory, directory.config.get("vocab_size")))
     try:
-        model = load(directory)
+        model = load(directory, head=None if part is None else part.head)
         if model.rotation is not None:
             _logger.warning("%s: %s", directory.architecture, model.rotation)
         draft = None
@@ -121,7 +130,7 @@ def build_worker(
             longest = settings.max_model_len or model.max_model_len
             draft = DraftPart(load(of_draft, max_model_len=longest), ModelFingerprint.read(of_draft))
         _release_freed_memory()
-        worker = make_worker(model, settings, device_loop, ModelFingerprint.read(directory), templates, report, draft)
+        worker = make_worker(model, settings, device_loop, fingerprint, templates, report, draft, part)
     except torch.OutOfMemoryError as error:
         raise ConfigurationError(
             f"the model and a step of {settings.max_num_batched_tokens} tokens do not fit on {device}; "
@@ -133,15 +142,9 @@ def build_worker(
 
 
 def log_what_is_not_served(directory: ModelDirectory) -> None:
-    """Warns of a model that is made for more than texts, or for something else."""
+    """Warns of a model that is made for more than texts."""
     if directory.whole is not None:
         _logger.warning("%s: of %s, only the language model is served", directory.path, directory.whole)
-    if directory.architecture not in ENCODERS and (directory.path / EMBEDDING_MODULES).is_file():
-        _logger.warning(
-            "%s has %s, as models of embeddings have: Quire generates text with it and gives no embeddings",
-            directory.path,
-            EMBEDDING_MODULES,
-        )
 
 
 def make_worker(
@@ -152,14 +155,18 @@ def make_worker(
     templates: TemplateCache | None = None,
     report: Report = no_report,
     draft: DraftPart | None = None,
+    part: VectorPart | None = None,
 ) -> Worker:
-    """The worker of a loaded model; without `templates` no row has a constraint.
+    """The worker of a loaded model; without `templates` no row has a constraint. With `part` it gives vectors.
 
     Raises:
         ConfigurationError: the device lacks attention for the model's heads, or memory or graphs that settings ask for.
     """
     _check_device(model, settings)
     geometry = model_geometry(model, settings.max_model_len)
+    vectors = None
+    if part is not None:
+        geometry, vectors = part.geometry(model, geometry, settings.max_model_len), part.vectors(model)
     adapters, max_adapters = make_adapter_slots(model, settings)
     drafter = make_drafter(model, settings)
     limits = _step_limits(model, settings, max_adapters, has_drafts=drafter is not None)
@@ -170,12 +177,15 @@ def make_worker(
     pool = make_pool(model, cut, geometry, limits, settings, namespace, draft_model)
     matchers = None if templates is None else _make_matchers(templates, model)
     multi_step_s = settings.multi_step_ms / 1e3 if limits.max_passes > 1 else 0.0
-    runner = ModelRunner(model, pool, geometry, limits, None, matchers, drafter, multi_step_s, draft_model)
+    if vectors is None:
+        runner = ModelRunner(model, pool, geometry, limits, None, matchers, drafter, multi_step_s, draft_model)
+    else:
+        runner = VectorRunner(model, pool, geometry, limits, vectors)
     if settings.cuda_graphs == "on":
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
-    warm_up(runner, pool, geometry.max_model_len, limits)
+    warm_up(runner, pool, min(geometry.max_model_len, model.max_model_len), limits)
     if templates is not None:
         # Before passes are measured, which this would disturb, and before a request has to wait for it.
         templates.wait_for_vocabulary()

@@ -161,9 +161,13 @@ async def _encoded(options: RequestOptions, model: ServedModel, limits: Limits) 
 
 
 def _cut(token_ids: Sequence[int], length: int, model: ServedModel) -> list[int]:
-    """The first tokens, with the special tokens that the tokenizer has put behind the text."""
+    """The first tokens, with the special tokens that the tokenizer has put behind the text, or what the template of
+    pairs has."""
     special = frozenset(model.tokenizer.special_tokens.values())
-    behind = list(takewhile(special.__contains__, reversed(token_ids)))[::-1][-(length - 1) :]
+    behind = list(takewhile(special.__contains__, reversed(token_ids)))[::-1]
+    if model.pairs is not None and model.pairs.ending:
+        behind = list(model.pairs.ending)
+    behind = behind[-(length - 1) :]
     return [*token_ids[: length - len(behind)], *behind]
 
 

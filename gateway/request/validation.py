@@ -124,7 +124,7 @@ def check_call(request: RequestOptions, num_requests: int, limits: Limits) -> No
     count = num_requests * per_request
     # A number out of range is left out of the sums: it may have thousands of digits.
     is_in_range = per_request <= limits.max_n
-    # Texts of vectors take no memory of a pool, and their front end bounds them.
+    # The front end of vectors bounds their texts.
     if is_in_range and count > limits.max_call_sequences and request.kind is ModelKind.TEXT:
         violations.add(
             field,

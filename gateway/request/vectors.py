@@ -150,8 +150,9 @@ async def requests_for_pairs(
         InvalidArgument: the pairs together have too many characters.
         Unimplemented: the model gives no scores.
     """
-    options = call.options(ModelKind.SCORES)
+    options, made = call.options(ModelKind.SCORES), generator.model.pairs
     generator.check_kind(options)
+    assert made is not None, "a model that ranks"
     # A query is tokenized again with each document.
     limit = (await generator.limits()).max_message_bytes
     if (size := sum(len(first) + len(second) for first, second in pairs)) > limit:
@@ -162,9 +163,7 @@ async def requests_for_pairs(
     turns = Turns()
     requests: list[RequestOptions] = []
     for first, second in pairs:
-        requests.append(
-            replace(options, prompt=TokenPrompt(await generator.model.tokenizer.encode_pair(first, second)))
-        )
+        requests.append(replace(options, prompt=TokenPrompt(await made.encode(first, second))))
         await turns.pause()
     return requests
 

@@ -107,6 +107,10 @@ class Tokenizer:
         size = len(text)
         return await self._executor.run(current_tenant(), size, self._encode_long, text, add_special_tokens)
 
+    def encode_now(self, text: str) -> list[int]:
+        """Token ids of a short text, without special tokens around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
     async def encode_pair(self, text: str, second: str) -> list[int]:
         """Token ids of two texts with the special tokens around them and between them."""
         size = len(text) + len(second)

@@ -7,11 +7,11 @@ as sentence-transformers does: the mean of all tokens.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ENCODERS, RANKERS
+from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
 from quire.model_files.gguf_encoders import dense_of, pooling_of
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
@@ -72,6 +72,10 @@ _OTHER_NAMES = {
     },
 }
 _GATED = {"swiglu": "silu", "geglu": "gelu"}
+# Modes of decoders, by the names of --pooling and by the numbers of GGUF files.
+_DECODER_POOLINGS = {"last": "lasttoken", "mean": "mean"}
+_GGUF_POOLINGS = {1: "mean", 3: "lasttoken"}
+_SUMMED_MODES = frozenset({"mean", "mean_sqrt_len_tokens", "weightedmean"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,11 @@ class EmbeddingFiles:
             return None
         if directory.gguf is not None:
             return cls(_modules_of_gguf(directory.path, directory.gguf))
+        return cls.read(directory)
+
+    @classmethod
+    def read(cls, directory: ModelDirectory) -> Self:
+        """The files of any model. Raises as `of`."""
         path = directory.path
         listed = _read(path / EMBEDDING_MODULES)
         if listed is None:
@@ -186,11 +195,18 @@ class RankingFiles:
     Attributes:
         max_tokens: maximum tokens of a pair, special tokens included; None: what the encoder has.
         separator: the token after the query, if the encoder is told which text a token is of; otherwise None.
+        answers: of a decoder without a head, the tokens of yes and no: the number is the difference of their logits, or
+            the logit of the only one.
+        has_template: whether the chat template makes one prompt of a query and a document.
+        prompt: comes before each query, or is the system message of the template.
     """
 
     activation: str
     max_tokens: int | None = None
     separator: int | None = None
+    answers: tuple[int, ...] = ()
+    has_template: bool = False
+    prompt: str = ""
 
     @classmethod
     def of(cls, directory: ModelDirectory) -> Self | None:
@@ -199,17 +215,12 @@ class RankingFiles:
             return None
         if directory.gguf is not None:
             return cls("Sigmoid")
-        settings = directory.config.get("sentence_transformers")
-        named = settings.get("activation_fn") if isinstance(settings, dict) else None
-        named = named or directory.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
-        longest = directory.tokenizer_config.get("model_max_length")
-        is_length = isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 1 << 20
         inputs = directory.tokenizer_config.get("model_input_names")
         if not isinstance(inputs, list):
             inputs = _INPUTS.get(str(directory.tokenizer_config.get("tokenizer_class")), [])
         return cls(
-            _activation(directory.path / "config.json", named),
-            longest if is_length else None,
+            _activation_of_scores(directory),
+            _longest(directory),
             directory.id_of_named("sep_token") if _TYPES in inputs else None,
         )
 
@@ -223,9 +234,129 @@ def encoder_fields(directory: ModelDirectory) -> dict[str, Any]:
     return found | ({"hidden_act": _GATED[activation]} if activation in _GATED else {})
 
 
+def vector_files(directory: ModelDirectory, pooling: str = "auto") -> EmbeddingFiles | RankingFiles | None:
+    """How a model makes vectors or scores; None for a model that generates text.
+
+    Args:
+        pooling: "last" or "mean" makes a decoder that generates text a model of embeddings; "auto" is what its files
+            say.
+
+    Raises:
+        ConfigurationError: the files have a part that is not known, or contradict `pooling`.
+    """
+    found = EmbeddingFiles.of(directory) or RankingFiles.of(directory) or _of_decoder(directory)
+    if pooling == "auto":
+        if found is None and _is_of(directory, "Model"):
+            raise ConfigurationError(
+                f"{directory.path} has no output layer, as models of embeddings, and no {EMBEDDING_MODULES} that says "
+                "how a vector is made; give --pooling last or --pooling mean, as its authors say"
+            )
+        return found
+    if found is not None:
+        raise ConfigurationError(
+            f"--pooling is {pooling}, and the files of {directory.path} say already how it makes vectors or scores; "
+            "leave --pooling out"
+        )
+    _check_is_causal(directory)
+    return EmbeddingFiles((Pooling((_DECODER_POOLINGS[pooling],)), Normalize()))
+
+
+def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | None:
+    """The files of a model that attends only to earlier tokens; None if they say nothing of vectors or scores."""
+    path, longest = directory.path, _longest(directory)
+    if directory.gguf is not None:
+        return _of_gguf(path, directory.gguf.metadata)
+    listed = _read(path / EMBEDDING_MODULES)
+    if listed is None:
+        if not _is_of(directory, "ForSequenceClassification"):
+            return None
+        _check_is_causal(directory)
+        return RankingFiles(_activation_of_scores(directory), longest, has_template=directory.chat_template is not None)
+    _check_is_causal(directory)
+    kinds = [str(each.get("type")).rpartition(".")[2] for each in listed if isinstance(each, dict)]
+    settings = _read(path / _TRANSFORMER_SETTINGS) or {}
+    modalities = settings.get("modality_config") or {}
+    has_head = kinds == ["Transformer"] and _is_of(directory, "ForSequenceClassification")
+    if has_head or kinds == ["Transformer", "LogitScore"]:
+        given = _read(path / _SETTINGS) or {}
+        answers = _answers(_config(_folder(path, listed[1].get("path")))) if len(kinds) > 1 else ()
+        prompt = (given.get(_PROMPTS) or {}).get(given.get("default_prompt_name")) or ""
+        longest = _max_tokens(path) or longest
+        return RankingFiles(
+            _activation_of_scores(directory), longest, None, answers, "message" in modalities, str(prompt)
+        )
+    files = EmbeddingFiles.read(directory)
+    if "message" in modalities:
+        raise ConfigurationError(
+            f"{path / _TRANSFORMER_SETTINGS} puts texts into the chat template, which is not supported for embeddings"
+        )
+    modes = {mode for module in files.modules if isinstance(module, Pooling) for mode in module.modes}
+    if unknown := sorted(modes - _SUMMED_MODES - {"lasttoken"}):
+        raise ConfigurationError(
+            f"{path}: the pooling mode {unknown[0]} is not supported for {directory.architecture}, which attends only "
+            f"to earlier tokens; supported are {', '.join(sorted(_SUMMED_MODES | {'lasttoken'}))}"
+        )
+    return replace(files, max_tokens=files.max_tokens or longest)
+
+
+def _of_gguf(path: Path, metadata: Mapping[str, Any]) -> EmbeddingFiles | None:
+    """By the field pooling_type; llama.cpp scales all vectors to the length 1."""
+    kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 0)
+    if kind == 0:
+        return None
+    if kind not in _GGUF_POOLINGS:
+        raise ConfigurationError(
+            f"{path}: pooling_type is {kind!r:.80}; supported are 1, the mean of all tokens, and 3, the last token"
+        )
+    return EmbeddingFiles((Pooling((_GGUF_POOLINGS[kind],)), Normalize()))
+
+
+def _is_of(directory: ModelDirectory, task: str) -> bool:
+    """Whether config.json names the class of a decoder for this task."""
+    name = ARCHITECTURES.get(str(directory.config.get("model_type")), "").removesuffix("ForCausalLM")
+    return bool(name) and f"{name}{task}" in (directory.config.get("architectures") or ())
+
+
+def _check_is_causal(directory: ModelDirectory) -> None:
+    for name, usual in (("is_causal", True), ("use_bidirectional_attention", False)):
+        if directory.config.get(name, usual) not in (usual, None):
+            raise ConfigurationError(
+                f"{directory.path}: {name} of config.json is {directory.config[name]!r:.80}: its tokens attend to "
+                "later ones, which is not supported"
+            )
+
+
+def _answers(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokens of a `LogitScore`: of yes, and perhaps of no."""
+    if (name := config.get("module_input_name", "causal_logits")) != "causal_logits":
+        raise ConfigurationError(f"module_input_name of LogitScore is {name!r:.80}, which is not supported")
+    ids = [config.get("true_token_id"), config.get("false_token_id")]
+    found = tuple(each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0)
+    if len(found) != 2 - (ids[1] is None):
+        raise ConfigurationError(f"true_token_id and false_token_id of LogitScore are {ids!r:.80}; expected token ids")
+    return found
+
+
+def _activation_of_scores(directory: ModelDirectory) -> str:
+    """The function of a cross-encoder's scores, by the files of its newer and older releases."""
+    newest = _read(directory.path / _SETTINGS)
+    for settings in (newest, directory.config.get("sentence_transformers")):
+        if isinstance(settings, dict) and settings.get("activation_fn"):
+            return _activation(directory.path / "config.json", settings["activation_fn"])
+    named = directory.config.get("sbert_ce_default_activation_function") or "torch.nn.Sigmoid"
+    return _activation(directory.path / "config.json", named)
+
+
+def _longest(directory: ModelDirectory) -> int | None:
+    """The maximum number of tokens of a text that the tokenizer's files say."""
+    longest = directory.tokenizer_config.get("model_max_length")
+    is_length = isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 1 << 20
+    return longest if is_length else None
+
+
 def hidden_size_of(directory: ModelDirectory) -> int:
-    """The size of an encoder's hidden states."""
-    value = encoder_fields(directory).get("hidden_size")
+    """The size of a model's hidden states."""
+    value = encoder_fields(directory).get("hidden_size", directory.config.get("n_embd"))
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{directory.path}: hidden_size is {value!r:.80}; expected an integer of at least 1")
     return value

@@ -79,8 +79,11 @@ _SMALL = (
     "chat_template.json",
     *OLDER_QUANTIZATIONS,
     EMBEDDING_MODULES,
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
 )
-_FURTHER_TEMPLATES = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+# Further chat templates, and modules of embeddings.
+_FURTHER_SMALL = re.compile(r"additional_chat_templates/[^/]+\.jinja|\d+_\w+/(?:config\.json|model\.safetensors)")
 # Smaller files are fetched whole; larger ones than the second, by `huggingface_hub`: the hub sends them only by Xet.
 _LARGE_BYTES = 8 << 20
 _MAX_HTTP_BYTES = 50_000_000_000
@@ -189,7 +192,7 @@ class _Pull:
                 f'AutoTokenizer.from_pretrained("{self._model.repository}").save_pretrained(DIRECTORY)'
             )
         weights = self._weights(listing, snapshot.name) if with_weights else []
-        small = [name for name in listing if name in _SMALL or _FURTHER_TEMPLATES.fullmatch(name)]
+        small = [name for name in listing if name in _SMALL or _FURTHER_SMALL.fullmatch(name)]
         _in_threads(lambda name: self._fetch(name, snapshot.name), small)
         # A model that cannot be served is refused before its weights are fetched.
         ModelDirectory.open(snapshot)

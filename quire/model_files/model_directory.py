@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -409,7 +409,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         if kind == of_type and (encoder in names or has_modules):
             return encoder, None
     for ranker, of_type in RANKERS.items():
-        if kind == of_type and ranker in names and config.get("num_labels", len(config.get("id2label") or (0, 1))) == 1:
+        if kind == of_type and ranker in names and _num_labels(config) == 1:
             return ranker, None
     for known in (SUPPORTED_ARCHITECTURES.__contains__, lambda name: name.endswith(_LANGUAGE_MODEL_SUFFIXES)):
         if (found := next(filter(known, names), None)) is not None:
@@ -417,7 +417,7 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
     is_within = text is not config or config.get("model_type") in _TYPES_WITHIN
     usual, _ = _TYPES_WITHIN.get(kind, (kind, {}))
     architecture = ARCHITECTURES.get(usual)
-    if architecture is not None and not names and not is_within:
+    if architecture is not None and not is_within and (not names or _gives_vectors(architecture, names, config)):
         return architecture, None
     is_causal = not config.get("is_encoder_decoder") and config.get("model_type") != _NOT_CAUSAL
     if architecture is not None and is_within and is_causal and all(name.endswith(_WITH_MORE) for name in names):
@@ -442,6 +442,16 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         f"architecture {names[0]} of {path} {reason}; supported are {supported}, the language models of these kinds "
         f"within others (...{_WITH_MORE}), and decoder-only models that transformers implements (...ForCausalLM)"
     )
+
+
+def _gives_vectors(architecture: str, names: Sequence[str], config: Mapping[str, Any]) -> bool:
+    """Whether the classes of a decoder are the one without an output layer, or the one with one score of a text."""
+    name = architecture.removesuffix("ForCausalLM")
+    return f"{name}Model" in names or (f"{name}ForSequenceClassification" in names and _num_labels(config) == 1)
+
+
+def _num_labels(config: Mapping[str, Any]) -> object:
+    return config.get("num_labels", len(config.get("id2label") or (0, 1)))
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ the previous version, so that services can be upgraded one by one.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from quire.common.v1 import common_pb2
+from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import ModelDirectory, weight_files
 from quire.rpc.errors import FailedPrecondition
@@ -115,6 +116,11 @@ class ModelFingerprint:
             weights=_weights_digest(tensors),
         )
 
+    def with_vectors(self, files: EmbeddingFiles | RankingFiles) -> Self:
+        """The fingerprint of the same decoder if it gives vectors or scores."""
+        kind = repr(files.modules[0]) if isinstance(files, EmbeddingFiles) else "scores"
+        return replace(self, config=_digest([self.config.encode(), kind.encode()]))
+
     def message(self) -> common_pb2.ModelFingerprint:
         return common_pb2.ModelFingerprint(config=self.config, tokenizer=self.tokenizer, weights=self.weights)
 
@@ -177,7 +183,8 @@ def check_model(ours: ModelFingerprint, theirs: ModelFingerprint, *, us: str, th
     """Raises FailedPrecondition (MODEL_MISMATCH) where a part that both have differs. `us`, `them`: as above."""
     if differing := differing_parts(ours, theirs):
         raise FailedPrecondition(
-            f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model",
+            f"{us} and {them} have different models: {', '.join(differing)}; give both the same one by --model, and "
+            "the same --pooling",
             reason="MODEL_MISMATCH",
         )
 

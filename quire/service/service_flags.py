@@ -55,6 +55,12 @@ class ModelFlags(ServiceFlags):
         metavar="DIR|ORG/NAME",
         common=True,
     )
+    pooling: str = setting(
+        "auto",
+        "serve a model that generates text as a model of embeddings: the vector of a text is the hidden state of its "
+        "last token, or the mean of all; auto is what the model's files say",
+        choices=("auto", "last", "mean"),
+    )
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Text:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
     end: tuple[Any, ...] | None = None
+    vector: bytes = b""
 
 
 def make_request(
@@ -127,6 +128,9 @@ class WholeEngine:
             "fixed_tokens": 1 << 16,
             "max_passes": info.max_passes,
             "state_blocks": info.state_blocks,
+            "full_groups": self.worker.info.pool.groups.num_full,
+            "windowed_groups": self.worker.info.pool.groups.num_windowed,
+            "window": self.worker.info.pool.groups.window,
         }
         scheduler = Scheduler(SchedulerConfig(**(values | config)))
         if is_warm:
@@ -188,7 +192,8 @@ def _take(events: ClientEvents, texts: dict[tuple[int, int], Text]) -> None:
             )
         )
     for end in events.finished:
-        texts[end.handle, end.sequence_index].end = (end.num_tokens, end.reason, end.stop_token_id)
+        text = texts[end.handle, end.sequence_index]
+        text.end, text.vector = (end.num_tokens, end.reason, end.stop_token_id), end.vector
 
 
 class EveryDraft(PayingDrafts):

@@ -70,6 +70,7 @@ from worker_svc.step import (
     Int32Array,
     ModelGeometry,
     RowChanges,
+    RowVector,
     SealedBlocks,
     Step,
     StepOutput,
@@ -100,6 +101,8 @@ class StepValues(Generic[A]):
     logprobs: LogprobValues[A] | None = None
     candidates: CandidateValues[A] | None = None
     prompt_logprobs: LogprobValues[A] | None = None
+    vectors: A | None = None
+    """[s, size] float32, of a model that gives vectors instead of texts."""
 
     def map(self, function: Callable[[A], B]) -> "StepValues[B]":
         return StepValues(
@@ -109,6 +112,7 @@ class StepValues(Generic[A]):
             None if self.logprobs is None else self.logprobs.map(function),
             None if self.candidates is None else self.candidates.map(function),
             None if self.prompt_logprobs is None else self.prompt_logprobs.map(function),
+            None if self.vectors is None else function(self.vectors),
         )
 
 
@@ -142,7 +146,7 @@ def _begin_copy(source: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class ModelPass:
     """One run of the model, or several of a step.
 
     Attributes:
@@ -175,7 +179,7 @@ class _Pass:
         return none_is_left_out and bool(self.drawn.is_finite.all()) and not self.columns.is_refused.any()
 
 
-def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) -> _Pass:
+def _joined(passes: Sequence[ModelPass], batch: Batch, sampling: SamplingColumns) -> ModelPass:
     """Passes of a batch of decodes as one, on the host."""
     kept = Kept.from_passes([each.kept for each in passes], len(batch.samples))
     drawn = Drawn(*(torch.cat([getattr(each.drawn, name) for each in passes]) for name in ("token_ids", "is_finite")))
@@ -186,7 +190,7 @@ def _joined(passes: Sequence[_Pass], batch: Batch, sampling: SamplingColumns) ->
     )
     ran, last = Batch(rows_ran, num_new, computed, samples), passes[-1].kept
     left_out = _NONE if last is None else batch.samples[last.num_tokens == 0, 0]
-    return _Pass(ran, rows, sampling.take(rows), drawn, kept, None, left_out)
+    return ModelPass(ran, rows, sampling.take(rows), drawn, kept, None, left_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class LaunchedStep:
     """A step whose work is queued on the device. `number` rises over all steps of the worker."""
 
     step: Step
-    ran: _Pass
+    ran: ModelPass
     copy: HostCopy
     number: int
     queue_us: int
@@ -235,6 +239,9 @@ class LaunchedStep:
             num_tokens=_NONE if ran.kept is None else ran.kept.num_tokens,
             num_drafts=_NONE if ran.kept is None else ran.kept.num_drafts,
             num_passes=1 if ran.kept is None else ran.kept.num_passes,
+            vectors=()
+            if values.vectors is None
+            else tuple(map(RowVector, ran.rows[is_usable].tolist(), values.vectors[is_usable])),
         )
 
     def _refuse_left_without_tokens(self, is_finite: NDArray[np.bool_]) -> None:
@@ -398,7 +405,7 @@ class ModelRunner:
     def _copied(self, values: StepValues[Tensor]) -> HostCopy:
         return HostCopy(values, self._streams.compute, self._streams.results)
 
-    def _run_on(self, batch: Batch, first: "_Pass", stopwatch: Stopwatch) -> Sequence["_Pass"]:
+    def _run_on(self, batch: Batch, first: "ModelPass", stopwatch: Stopwatch) -> Sequence["ModelPass"]:
         """Runs the first pass of a batch of decodes, and further passes while they fit the time."""
         passes, elapsed_s, num_rows, drafts = [first], stopwatch.elapsed_s, len(batch.rows), self._drafts
         assert drafts is not None, "what counts the tokens of rows that run on"
@@ -446,7 +453,7 @@ class ModelRunner:
         block_size, checkpoints = self._pool.geometry.block_size, self._checkpoints
         return DecodeRun(decodes, self._rows, batch.rows, columns, starts, num_passes, block_size, checkpoints)
 
-    def _run_plain(self, run: DecodeRun, batch: Batch, first: "_Pass", drafts: Drafts) -> "_Pass":
+    def _run_plain(self, run: DecodeRun, batch: Batch, first: "ModelPass", drafts: Drafts) -> "ModelPass":
         """One pass of `_plain_run`. Its rows and their parameters are the same as in the step's first pass."""
         drawn, kept, rows, columns = run.next(), None, first.rows, first.columns
         token_ids, is_usable = drawn.token_ids.numpy(), drawn.is_finite.numpy()
@@ -454,9 +461,9 @@ class ModelRunner:
             kept = Kept.where(is_usable)
             rows, columns, drawn = rows[kept.draws], columns.take(kept.draws), drawn.take(kept.draws)
         drafts.extend(rows, token_ids)
-        return _Pass(batch, rows, columns, drawn, kept, None, _NONE)
+        return ModelPass(batch, rows, columns, drawn, kept, None, _NONE)
 
-    def _further(self, batch: Batch, passes: Sequence["_Pass"]) -> Batch | None:
+    def _further(self, batch: Batch, passes: Sequence["ModelPass"]) -> Batch | None:
         """Returns the batch of decodes after its latest draws, to run again; None if it may not run again, if a row may
         have no further token, or if a row reports more than tokens."""
         if len(passes) == batch.max_passes:
@@ -467,7 +474,9 @@ class ModelRunner:
             return None
         return replace(batch, max_drafts=num_more - 1, max_passes=batch.max_passes - len(passes))
 
-    def _run(self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None) -> "tuple[_Pass, HostCopy]":
+    def _run(
+        self, batch: Batch, changes: RowChanges, stopwatch: Stopwatch | None = None
+    ) -> "tuple[ModelPass, HostCopy]":
         """Runs the model once. `stopwatch`, in the first pass of a step, is marked behind the model."""
         drafted, asked, checkpoints = None, batch, self._checkpoints
         if self._drafts is not None:
@@ -529,7 +538,7 @@ class ModelRunner:
         copy = self._copied(values)
         if self._matchers is not None and masks_made is not None:
             self._matchers.record_draws(rows, copy.token_ids)
-        return _Pass(batch, rows, columns, drawn, kept, prompts, _NONE), copy
+        return ModelPass(batch, rows, columns, drawn, kept, prompts, _NONE), copy
 
     def _forward(self, batch: Batch, lone: NDArray[np.bool_] | None, checkpoints: Int32Array) -> torch.Tensor:
         """Hidden states of the batch's tokens and of padding after them. `lone` comes from `find_lone_tokens`."""

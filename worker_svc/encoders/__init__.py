@@ -1,1 +1,1 @@
-"""Encoders: models that give a vector of a text, and keep nothing in a KV pool."""
+"""Models that give vectors or scores of texts: encoders, which keep nothing in a KV pool, and decoders."""

@@ -18,7 +18,7 @@ from worker_svc.layers.products import Product, make_product
 from worker_svc.models.base import ConfigFields
 from worker_svc.weights import Checkpoint, Loadable, Placement, TensorReader, TensorSpec
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATION_FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
     "ReLU": functional.relu,
@@ -92,7 +92,7 @@ class TextVectors(nn.Module):
                     x = pool(modes, x, lengths)
                 case Dense():
                     assert product is not None
-                    x = _ACTIVATIONS[module.activation](product(x))
+                    x = ACTIVATION_FUNCTIONS[module.activation](product(x))
                 case Normalize():
                     x = functional.normalize(x, dim=1)
         return x
@@ -112,7 +112,7 @@ class PairScores(Loadable):
         super().__init__()
         fields, model_type = ConfigFields(config), RANKERS[architecture]
         hidden = fields.integer("hidden_size")
-        self._activation = _ACTIVATIONS[files.activation]
+        self._activation = ACTIVATION_FUNCTIONS[files.activation]
         first, second, inner = _HEADS.get(model_type, ("pooler.dense", "classifier", "tanh"))
         sizes = {first: (hidden, hidden), second: (1, hidden)}
         self._norm, self._pooling, has_bias = None, "cls", True

@@ -55,6 +55,7 @@ def load_model(
     model_impl: str = "auto",
     quantization: Quantization = Quantization.NONE,
     max_model_len: int | None = None,
+    head: Loadable | None = None,
 ) -> CausalLM:
     """Reads the weights of `directory`, and its configuration if it is not read yet.
 
@@ -64,6 +65,7 @@ def load_model(
             family for the model.
         quantization: how linear layers round their weights; transformers' code takes none only.
         max_model_len: the length of the longest sequence; None for all positions that have the same rotation.
+        head: loaded in the place of the output layer, of a model that gives no logits.
 
     Raises:
         ConfigurationError: the model of the directory cannot be served.
@@ -81,7 +83,7 @@ def load_model(
             f"{', '.join(FAMILIES)}; --model-impl is native, use auto or transformers"
         )
     check_quantization(quantization, device, dtype)
-    return _load_native(family, described, placement, progress)
+    return _load_native(family, described, placement, progress, head)
 
 
 def _check_depth(described: ModelDirectory) -> None:
@@ -109,7 +111,11 @@ def _check_for_transformers(described: ModelDirectory, placement: Placement) -> 
 
 
 def _load_native(
-    family: Family, described: ModelDirectory, placement: Placement, progress: Progress | None
+    family: Family,
+    described: ModelDirectory,
+    placement: Placement,
+    progress: Progress | None,
+    head: Loadable | None,
 ) -> NativeCausalLM:
     """All headers are checked against the configuration before any weight is read."""
     model = family.from_config(described.config, placement)
@@ -126,6 +132,9 @@ def _load_native(
             f"{described.path}: weights are in FP8, which have no products with int8; "
             "--quantization is int8-dynamic, use none"
         )
+    if head is not None:
+        model.head = head
+        checkpoint = checkpoint.with_tensors({name: each for name, each in checkpoint.tensors.items() if name != HEAD})
     if _has_head_of_its_own(model, checkpoint):
         model = family.from_config({**described.config, "tie_word_embeddings": False}, placement)
     layers = [module for module in model.modules() if isinstance(module, Loadable)]

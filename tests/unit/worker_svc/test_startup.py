@@ -26,7 +26,7 @@ from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
 from worker_svc.pool_setup import kv_namespace, requested_pool_dtype
 from worker_svc.settings import WorkerSettings
-from worker_svc.startup import choose_device, is_lost, log_what_is_not_served, make_worker, model_geometry
+from worker_svc.startup import choose_device, is_lost, make_worker, model_geometry
 from worker_svc.thread_binding import OWN_BINDING, placed_threads, processors_for
 
 
@@ -102,18 +102,6 @@ def test_a_gpu_is_used_only_where_it_is_asked_for(
     assert [choose_device(name) for name in ("auto", "cpu")] == [torch.device("cpu")] * 2
     assert [record.getMessage() for record in caplog.records] == [
         "--device auto runs on the CPU; torch finds a GPU, NVIDIA H200, which --device cuda uses"
-    ]
-
-
-def test_a_model_of_embeddings_is_served_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    directory = ModelDirectory.open(tmp_path)
-    log_what_is_not_served(directory)
-    (tmp_path / "modules.json").write_text("[]")
-    log_what_is_not_served(directory)
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} has modules.json, as models of embeddings have: Quire generates text with it and gives no "
-        "embeddings"
     ]
 
 

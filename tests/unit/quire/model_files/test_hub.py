@@ -32,6 +32,9 @@ SMALL = {
     "tokenizer_config.json": b"{}",
     "chat_template.jinja": b"{{ messages }}",
     "additional_chat_templates/tool_use.jinja": b"{{ tools }}",
+    "sentence_bert_config.json": b"{}",
+    "1_Pooling/config.json": b"{}",
+    "2_Dense/model.safetensors": b"dense",
 }
 USELESS = {"README.md": b"read", "pytorch_model.bin": b"pickle", "model.gguf": b"GGUF", "onnx/model.safetensors": b"o"}
 WEIGHTS = os.urandom(1 << 20) * 2

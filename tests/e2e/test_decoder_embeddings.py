@@ -1,0 +1,133 @@
+"""Vectors and scores of decoders, through a server as users run it, while its worker is killed too."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+from sentence_transformers import CrossEncoder, SentenceTransformer
+
+from tests.support.decoder_models import PAIR_TEMPLATE, make_decoder
+from tests.support.metrics import read_metric
+from tests.support.ports import free_port
+from tests.support.scheduler_process import until
+from tests.support.serving import Served, serving
+
+QUERY = "Instruct: find the block that answers the question, and nothing else.\nQuery: "
+TEXTS = ["The cat sat on the mat.", "a", "Once upon a time there was a small blue dog. " * 9, "Where are blocks kept?"]
+LONG = "the cat and the dog " * 200
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    return make_decoder(path, settings={"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": None})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def embedder(directory: Path) -> AsyncIterator[Served]:
+    async with serving(model=str(directory), dtype="float32", scheduler_metrics_port=free_port()) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(embedder: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(embedder) as running:
+        yield running
+
+
+def client_of(served: Served) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=60)
+
+
+async def ask(client: httpx.AsyncClient, texts: list[str], **fields: Any) -> np.ndarray:
+    answer = await client.post("/v1/embeddings", json={"input": texts, **fields})
+    assert answer.status_code == 200, answer.text
+    return np.array([each["embedding"] for each in answer.json()["data"]], np.float32)
+
+
+async def test_vectors_are_those_of_sentence_transformers(client: httpx.AsyncClient, directory: Path) -> None:
+    truth = SentenceTransformer(str(directory), device="cpu")
+    np.testing.assert_allclose(await ask(client, TEXTS), truth.encode(TEXTS), atol=1e-5)
+    query = truth.encode(TEXTS, prompt_name="query")
+    np.testing.assert_allclose(await ask(client, TEXTS, prompt_name="query"), query, atol=1e-5)
+    np.testing.assert_allclose(await ask(client, [LONG], truncate=True), truth.encode([LONG]), atol=1e-5)
+    short = truth.encode(TEXTS, truncate_dim=5, normalize_embeddings=True)
+    np.testing.assert_allclose(await ask(client, TEXTS, dimensions=5), short, atol=1e-5)
+
+
+async def test_the_server_says_what_it_takes(client: httpx.AsyncClient) -> None:
+    answer = (await client.post("/v1/embeddings", json={"input": LONG})).json()["error"]
+    assert answer["code"] == "context_length_exceeded"
+    answer = (await client.post("/v1/embeddings", json={"input": "a", "dimensions": 65})).json()["error"]
+    assert "vectors of this model have 64 numbers: use 1 to 64" in answer["message"]
+    for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("rerank", {})):
+        body = body or {"query": "a", "documents": ["b"]}
+        assert (await client.post(f"/v1/{path}", json=body)).json()["error"]["code"] == "wrong_kind_of_model"
+    tokens = (await client.post("/tokenize", json={"prompt": "a cat"})).json()
+    assert tokens["tokens"][-1] == 2
+    assert tokens["max_model_len"] == 481
+    (model,) = (await client.get("/v1/models")).json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 481)
+
+
+async def test_texts_share_the_blocks_of_their_instruction(embedder: Served, client: httpx.AsyncClient) -> None:
+    port = embedder.server._settings.scheduler_metrics_port
+    assert port
+    texts = [f"{number} {text}" for number in range(20) for text in TEXTS]
+    first = await ask(client, texts, prompt_name="query")
+    before = await read_metric(port, "quire_scheduler_prefix_cache_hits_total")
+    further = [f"{number} {text}" for number in range(20, 40) for text in TEXTS]
+    await ask(client, further, prompt_name="query")
+    found = await read_metric(port, "quire_scheduler_prefix_cache_hits_total") - before
+    num_tokens = len((await client.post("/tokenize", json={"prompt": QUERY})).json()["tokens"]) - 1
+    assert found >= num_tokens // 16 * 16 * len(further) > 0
+    np.testing.assert_array_equal(await ask(client, texts, prompt_name="query"), first)
+
+
+async def test_bits_of_vectors_survive_a_kill_of_the_worker(embedder: Served, client: httpx.AsyncClient) -> None:
+    texts = [f"{number} {TEXTS[number % 4]} {'dog ' * (number % 37)}" for number in range(300)]
+    expected = await ask(client, texts, prompt_name="query")
+    killed = asyncio.create_task(ask(client, texts, prompt_name="query"))
+
+    async def is_computing() -> bool:
+        return await embedder.num_live() > 0
+
+    await until(is_computing)
+    os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
+    np.testing.assert_array_equal(await killed, expected)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+async def test_ranks_share_a_model_that_a_flag_makes_one_of_embeddings(pooling: str, tmp_path: Path) -> None:
+    plain = make_decoder(tmp_path / "plain", modules=None)
+    mode = {"last": "lasttoken", "mean": "mean"}[pooling]
+    named = make_decoder(tmp_path / "named", modules=(("Pooling", {"pooling_mode": mode}), ("Normalize", {})))
+    expected = SentenceTransformer(str(named), device="cpu").encode(TEXTS)
+    flags = {"dtype": "float32", "pooling": pooling, "tensor_parallel_size": 2}
+    async with serving(model=str(plain), **flags) as served, client_of(served) as client:
+        np.testing.assert_allclose(await ask(client, TEXTS), expected, atol=1e-5)
+
+
+async def test_documents_are_ranked_with_the_template(tmp_path: Path) -> None:
+    path = make_decoder(
+        tmp_path / "ranker", modules=None, task="ForSequenceClassification", num_labels=1, template=PAIR_TEMPLATE
+    )
+    documents = [*TEXTS, LONG]
+    truth = CrossEncoder(str(path), device="cpu", max_length=300)
+    expected = truth.predict([("a cat", text) for text in documents])
+    async with serving(model=str(path), dtype="float32", max_model_len=301) as served, client_of(served) as client:
+        body = {"query": "a cat", "documents": documents}
+        answer = (await client.post("/v1/rerank", json=body)).json()
+        assert answer["error"]["code"] == "context_length_exceeded"
+        answer = (await client.post("/v1/rerank", json=body | {"truncate": True})).json()
+        scores = {each["index"]: each["relevance_score"] for each in answer["results"]}
+        np.testing.assert_allclose([scores[index] for index in range(len(documents))], expected, atol=1e-5)
+        answer = (await client.post("/v1/score", json={"text_1": "a cat", "text_2": TEXTS})).json()
+        np.testing.assert_allclose([each["score"] for each in answer["data"]], expected[:-1], atol=1e-5)
