@@ -26,6 +26,7 @@ FRONTS: Mapping[str, Sequence[str]] = {
 FLAGS_OF_MODELS = (
     "served_model_name",
     "served_model_aliases",
+    "pooling",
     "tool_call_parser",
     "reasoning_parser",
     "request_chat_templates",

@@ -45,16 +45,9 @@ class ServiceFlags:
 
 
 @dataclass(frozen=True)
-class ModelFlags(ServiceFlags):
-    """The model."""
+class PoolingFlags(ServiceFlags):
+    """Vectors of a model that generates text."""
 
-    model: str | None = setting(
-        None,
-        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub if no such path exists; none is the "
-        "embedded model",
-        metavar="DIR|ORG/NAME",
-        common=True,
-    )
     pooling: str = setting(
         "auto",
         "serve a model that generates text as a model of embeddings: the vector of a text is the hidden state of its "
@@ -64,7 +57,20 @@ class ModelFlags(ServiceFlags):
 
 
 @dataclass(frozen=True)
-class ServedModelsFlags(ServiceFlags):
+class ModelFlags(PoolingFlags):
+    """The model."""
+
+    model: str | None = setting(
+        None,
+        "model directory, or ORG/NAME or ORG/NAME@REVISION of the Hugging Face Hub if no such path exists; none is the "
+        "embedded model",
+        metavar="DIR|ORG/NAME",
+        common=True,
+    )
+
+
+@dataclass(frozen=True)
+class ServedModelsFlags(PoolingFlags):
     """The models."""
 
     models: tuple[ModelFlag, ...] = setting(

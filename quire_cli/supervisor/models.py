@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from quire.model_files.architectures import ENCODERS, RANKERS
-from quire.model_files.model_directory import ModelDirectory, is_gguf, weight_files
+from quire.model_files.embedding_files import vector_files
+from quire.model_files.model_directory import ModelDirectory, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.model_files.progress import shown_bytes
 from quire.runtime.processors import available_memory
@@ -16,8 +17,16 @@ _NICENESS = 10
 
 def generates_text(settings: ServeSettings) -> bool:
     """Whether the one model of these settings generates text."""
-    path = resolve_model(settings.served_models[0].source)
-    return is_gguf(path) or ModelDirectory.open(path).architecture not in ENCODERS | RANKERS
+    return vector_files(_directory(settings), settings.pooling) is None
+
+
+def _has_pool(settings: ServeSettings) -> bool:
+    """Whether the one model of these settings keeps keys and values; encoders keep none."""
+    return _directory(settings).architecture not in ENCODERS | RANKERS
+
+
+def _directory(settings: ServeSettings) -> ModelDirectory:
+    return ModelDirectory.open(resolve_model(settings.served_models[0].source))
 
 
 def niceness_of(settings: ServeSettings) -> list[int]:
@@ -29,7 +38,7 @@ def niceness_of(settings: ServeSettings) -> list[int]:
 def shares_of_memory(parts: Sequence[ServeSettings]) -> list[float]:
     """For each model, the share of the available memory that its KV pool counts with: pools without a given size divide
     equally what the given ones leave."""
-    by_default = [generates_text(each) and _given_pool(each) is None and each.num_gpu_blocks is None for each in parts]
+    by_default = [_has_pool(each) and _given_pool(each) is None and each.num_gpu_blocks is None for each in parts]
     available = available_memory()
     given = sum(_given_pool(each) or 0 for each in parts)
     left = 1.0 if not available else max(1 - given / available, 0.001)

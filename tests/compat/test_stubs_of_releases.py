@@ -23,7 +23,7 @@ async def test_a_client_of_a_release_reads_a_stream_and_an_error(release: Path, 
     stream = f"{GENERATION}GenerateStream"
     call = gateway.channel.unary_stream(
         stream,
-        request_serializer=lambda request: request.SerializeToString(),
+        request_serializer=type(contracts.request(stream, b"")).SerializeToString,
         response_deserializer=lambda data: contracts.response(stream, data),
     )
     request = contracts.request(stream, b"")

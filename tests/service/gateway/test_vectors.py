@@ -199,6 +199,16 @@ async def infer(gateway: RunningGateway, request: Any, method: str = "ModelInfer
     return kserve.ModelInferResponse.FromString(await call(request.SerializeToString(), timeout=30))
 
 
+def numbers_of(found: kserve.ModelInferResponse, place: int) -> np.ndarray:
+    """The numbers of an output, which are raw bytes or a list."""
+    output = found.outputs[place]
+    if found.raw_output_contents:
+        dtype = np.float32 if output.datatype == "FP32" else np.uint32
+        return np.frombuffer(found.raw_output_contents[place], dtype)
+    contents = output.contents
+    return np.array([*contents.fp32_contents, *contents.uint_contents], np.float32)
+
+
 @pytest.mark.parametrize("raw", [False, True])
 async def test_tensors_have_the_same_vectors_and_scores(embedder, scheduler, ranker, stub, raw: bool) -> None:
     texts, fields = ["the cat", "a dog"], {"dimensions": 5, "prompt_name": "query", "truncate": "true"}
@@ -207,8 +217,7 @@ async def test_tensors_have_the_same_vectors_and_scores(embedder, scheduler, ran
     (output,) = found.outputs
     assert (output.name, output.datatype, list(output.shape), found.id) == ("embedding", "FP32", [2, 5], "mine")
     expected = numbers((await stub.Embed(pb.EmbedRequest(texts=texts, dimensions=5, prompt_name="query"))).embeddings)
-    flat = np.frombuffer(found.raw_output_contents[0], np.float32) if raw else output.contents.fp32_contents
-    np.testing.assert_array_equal(np.array(flat, np.float32), expected.ravel())
+    np.testing.assert_array_equal(numbers_of(found, 0), expected.ravel())
     request = tensor_request("ranker", raw=raw, query=["cat"], documents=DOCUMENTS)
     request.outputs.extend(request.InferRequestedOutputTensor(name=name) for name in ("scores", "num_input_tokens"))
     found = await infer(ranker[1], request)
@@ -217,10 +226,8 @@ async def test_tensors_have_the_same_vectors_and_scores(embedder, scheduler, ran
         ("num_input_tokens", "UINT32", [3]),
     ]
     scored = await EmbeddingServiceStub(ranker[1].channel).Score(pb.ScoreRequest(text_1=["cat"], text_2=DOCUMENTS))
-    scores, counts = found.raw_output_contents if raw else (found.outputs[0].contents, found.outputs[1].contents)
-    got = np.frombuffer(scores, np.float32) if raw else np.array(scores.fp32_contents, np.float32)
-    np.testing.assert_array_equal(got, np.array(scored.scores, np.float32))
-    assert sum(np.frombuffer(counts, np.uint32) if raw else counts.uint_contents) == scored.prompt_tokens
+    np.testing.assert_array_equal(numbers_of(found, 0), np.array(scored.scores, np.float32))
+    assert sum(numbers_of(found, 1)) == scored.prompt_tokens
 
 
 async def test_tensors_of_vectors_over_http_and_their_metadata(embedder, ranker) -> None:
@@ -267,7 +274,8 @@ async def test_python_clients_and_commands_give_the_same(
     def command(*words: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         status = main(words)
-        return status, *capsys.readouterr()
+        output, errors = capsys.readouterr()
+        return status, output, errors
 
     def rank() -> None:
         with Client(ranker[1].gateway.grpc_address) as client:
