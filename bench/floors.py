@@ -31,6 +31,7 @@ from kernels.cpu.library import Operation
 from kernels.packed_weight import Quantization
 from kernels.recording import Recording, record
 from quire.load import fixed, take
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
@@ -161,7 +162,7 @@ async def _measure(
     quantization: Quantization,
 ) -> None:
     settings = ServeSettings(
-        model=str(model),
+        models=(ModelFlag(None, str(model)),),
         grpc_port=0,
         http_port=0,
         max_num_seqs=64,
