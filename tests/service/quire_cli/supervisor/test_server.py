@@ -50,7 +50,7 @@ def make_server(
 async def test_a_failed_canary_is_told_and_nothing_is_left_behind(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
+    async def refuse(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(AsyncClient, "generate", refuse)
