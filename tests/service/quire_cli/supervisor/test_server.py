@@ -16,6 +16,7 @@ from quire.client import AsyncClient
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse
 from quire.runtime.settings import ConfigurationError
+from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
 from tests.support.forks import forked
@@ -40,7 +41,8 @@ def temporary_directory(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytes
 def make_server(
     model_directory: Path, programs: Programs = STAND_INS, *, report: list[str] | None = None, **settings
 ) -> LocalServer:
-    values = {"grpc_port": 0, "http_port": 0, "model": str(model_directory), "drain_timeout": 1.0} | settings
+    models = (ModelFlag(None, str(model_directory)),)
+    values = {"grpc_port": 0, "http_port": 0, "models": models, "drain_timeout": 1.0} | settings
     lines = [] if report is None else report
     return LocalServer(ServeSettings(**values), programs=programs, report=lines.append)
 
@@ -48,7 +50,7 @@ def make_server(
 async def test_a_failed_canary_is_told_and_nothing_is_left_behind(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def refuse(*_: object) -> None:
+    async def refuse(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(AsyncClient, "generate", refuse)

@@ -45,7 +45,7 @@ def test_an_existing_path_is_a_path_whatever_is_in_it(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("text", ["", " ", "=dir", "name=", "-x=/m", "two words=/m", "a\0"])
 def test_a_text_without_a_name_or_a_directory_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"^--model: .*expected"):
-        load_settings(ServeSettings, ["--model", text], {}, program="quire serve")
+        load_settings(ServeSettings, [f"--model={text}"], {}, program="quire serve")
 
 
 def serve(*flags: str) -> ServeSettings:
