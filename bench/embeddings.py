@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from bench.llama_cpp import served
@@ -148,7 +149,11 @@ def _write_model(path: Path, shape: str) -> None:
     import tokenizers
     import transformers
 
-    sizes = {**_SHAPES[shape], "num_attention_heads": _NUM_HEADS, "max_position_embeddings": _MAX_TOKENS}
+    sizes: dict[str, Any] = {
+        **_SHAPES[shape],
+        "num_attention_heads": _NUM_HEADS,
+        "max_position_embeddings": _MAX_TOKENS,
+    }
     transformers.set_seed(1)
     transformers.BertModel(transformers.BertConfig(vocab_size=_VOCAB_SIZE, **sizes)).save_pretrained(path)
     pieces = [*_SPECIAL, *(f"w{number}" for number in range(_VOCAB_SIZE - len(_SPECIAL)))]
@@ -158,7 +163,7 @@ def _write_model(path: Path, shape: str) -> None:
     ends = [("[CLS]", 2), ("[SEP]", 3)]
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", "$A $B", ends)
     names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    special = dict(zip(names, _SPECIAL, strict=True))
+    special: dict[str, Any] = dict(zip(names, _SPECIAL, strict=True))
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, model_max_length=_MAX_TOKENS, model_input_names=["input_ids", "attention_mask"]
     )
