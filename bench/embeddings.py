@@ -149,7 +149,11 @@ def _write_model(path: Path, shape: str) -> None:
     import tokenizers
     import transformers
 
-    sizes = {**_SHAPES[shape], "num_attention_heads": _NUM_HEADS, "max_position_embeddings": _MAX_TOKENS}
+    sizes: dict[str, Any] = {
+        **_SHAPES[shape],
+        "num_attention_heads": _NUM_HEADS,
+        "max_position_embeddings": _MAX_TOKENS,
+    }
     transformers.set_seed(1)
     config = transformers.BertConfig(vocab_size=_VOCAB_SIZE)
     config.update(sizes)

@@ -30,6 +30,7 @@ def run(model):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def log_message(self, *_):
         pass
@@ -46,8 +47,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+
+
 if __name__ == "__main__":
     kwargs = {"dtype": getattr(torch, sys.argv[3])}
     threading.Thread(target=run, args=(SentenceTransformer(sys.argv[1], model_kwargs=kwargs),), daemon=True).start()
     print("ready", flush=True)
-    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+    Server(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
