@@ -1,8 +1,9 @@
 """gRPC-Web on the HTTP port has the answers of gRPC, and the limits of HTTP."""
 
 import base64
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
+from typing import Any
 from urllib.parse import unquote
 
 import grpc
@@ -65,7 +66,7 @@ class _Failed(grpc.RpcError):
     def details(self) -> str:
         return unquote(self._trailers["grpc-message"])
 
-    def trailing_metadata(self) -> Sequence[tuple[str, bytes]]:
+    def trailing_metadata(self) -> Any:
         name = "grpc-status-details-bin"
         return [(name, base64.b64decode(self._trailers[name]))]
 
