@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,10 @@ from quire.gateway.v1 import generation_pb2
 from tests.compat.transcript import CONTRACTS, Contracts, releases
 from tests.support.fake_scheduler import FakeScheduler
 from tests.support.gateway_process import GENERATION, RunningGateway, collect, error_of, running_gateway, stream_request
+
+
+def _serialized(request: Any) -> bytes:
+    return request.SerializeToString()
 
 
 @pytest.fixture
@@ -23,7 +28,7 @@ async def test_a_client_of_a_release_reads_a_stream_and_an_error(release: Path, 
     stream = f"{GENERATION}GenerateStream"
     call = gateway.channel.unary_stream(
         stream,
-        request_serializer=type(contracts.request(stream, b"")).SerializeToString,
+        request_serializer=_serialized,
         response_deserializer=lambda data: contracts.response(stream, data),
     )
     request = contracts.request(stream, b"")

@@ -66,9 +66,9 @@ class _Failed(grpc.RpcError):
     def details(self) -> str:
         return unquote(self._trailers["grpc-message"])
 
-    def trailing_metadata(self) -> tuple[Any, ...]:
+    def trailing_metadata(self) -> Any:
         name = "grpc-status-details-bin"
-        return ((name, base64.b64decode(self._trailers[name])),)
+        return [(name, base64.b64decode(self._trailers[name]))]
 
 
 def error_of(answer: httpx.Response) -> QuireError:
