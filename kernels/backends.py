@@ -16,6 +16,7 @@ import torch
 from kernels import reference
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import DTYPES, LIBRARY, Library, LibraryUnavailableError
+from kernels.cpu.texts import TextKernels
 from kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from kernels.reference import ScoreRule
 from kernels.states import StatePages, StateUnits
@@ -338,10 +339,10 @@ def draws_for(device: torch.device) -> CpuKernels | None:
     return implementation if isinstance(implementation, CpuKernels) else None
 
 
-def text_attention_for(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
-    """The implementation that has attention within texts for this dtype, if there is one."""
+def text_kernels_for(device: torch.device, dtype: torch.dtype) -> TextKernels | None:
+    """The kernels for texts of this dtype, if there are any."""
     implementation = implementation_for(device) if device.type == "cpu" and dtype in DTYPES else reference
-    return implementation if isinstance(implementation, CpuKernels) else None
+    return implementation.texts if isinstance(implementation, CpuKernels) else None
 
 
 def packed_products_for(device: torch.device, dtype: torch.dtype, quantization: Quantization) -> PlainProducts | None:

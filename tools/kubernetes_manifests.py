@@ -1,6 +1,5 @@
 """The part of the Helm chart's manifests that concerns Quire: pods, and the services that run in them."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ import yaml
 
 from gateway.settings import GatewaySettings
 from quire.rpc.address import TcpAddress, parse_address
-from quire.runtime.settings import load_settings
+from quire.runtime.settings import load_settings, variables_of
 from scheduler_svc.settings import SchedulerSettings
 from worker_svc.settings import WorkerSettings
 
@@ -198,8 +197,7 @@ def quantity(value: Any) -> float:
 
 def known_variables(settings: type) -> set[str]:
     """The names of the variables that a service reads."""
-    own_names = {"keys_files": "QUIRE_KEYS_FILE"}
-    return {own_names.get(field.name, f"QUIRE_{field.name.upper()}") for field in dataclasses.fields(settings)}
+    return set(variables_of(settings))
 
 
 def _expanded(word: str, variables: Mapping[str, str]) -> str:

@@ -254,7 +254,7 @@ def _as_status(error: QuireError | HttpError) -> QuireError:
     message, reason = error.answer.message, error.answer.code.upper()
     match error.answer.status:
         case HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
-            return ResourceExhausted(message, reason=reason)
+            return ResourceExhausted(message, reason="BODY_TOO_LARGE")
         case HTTPStatus.REQUEST_TIMEOUT:
             return DeadlineExceeded(message, reason=reason)
         case _:

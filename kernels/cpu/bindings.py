@@ -37,8 +37,6 @@ from kernels.cpu.library import (
     SharedGroup,
     ShrinkArgs,
     SiluArgs,
-    TextAttentionArgs,
-    TextHeads,
 )
 from kernels.cpu.low_rank import PackedTable, TokenAddends
 from kernels.cpu.packing import (
@@ -53,6 +51,7 @@ from kernels.cpu.packing import (
     stored_as,
 )
 from kernels.cpu.states import StateKernels
+from kernels.cpu.texts import TextKernels
 from kernels.draw_rules import DrawRules
 from kernels.experts import ChoiceRule, Factor
 from kernels.packed_weight import ACTIVATIONS, GATES, CodedWeight, PackedWeight, Quantization
@@ -107,6 +106,9 @@ class CpuKernels(StateKernels):
     Args:
         make_empty: allocates the results of operations and their intermediate tensors.
 
+    Attributes:
+        texts: The operation on texts that lie one after the other.
+
     Raises:
         IndexError: of any operation, if a block id, slot, position or length is out of range. Nothing was written.
     """
@@ -115,6 +117,7 @@ class CpuKernels(StateKernels):
         self._library = library
         self._empty = make_empty
         self._packer = WeightPacker(library, make_empty)
+        self.texts = TextKernels(library, make_empty)
 
     @property
     def isa(self) -> str:
@@ -169,39 +172,6 @@ class CpuKernels(StateKernels):
             soft_cap=0.0 if scores.soft_cap is None else scores.soft_cap,
         )
         self._library.call(Operation.PAGED_ATTENTION, arguments)
-        return output
-
-    def text_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        lengths: Sequence[int],
-        *,
-        scale: float,
-        window: int | None,
-        bias: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """As `worker_svc.encoders.attention.attend`, for tensors of one dtype that this library has."""
-        num_tokens, num_heads, head_dim = query.shape
-        query, key, value, bias = dense(query), dense(key), dense(value), contiguous(bias)
-        output, of_texts = self._empty(query.shape, query.dtype), np.array(lengths, np.int32)
-        arguments = TextAttentionArgs(
-            output=output.data_ptr(),
-            **{name: _text_heads(x) for name, x in (("query", query), ("key", key), ("value", value))},
-            lengths=of_texts.ctypes.data,
-            bias=address(bias),
-            dtype=DTYPES[query.dtype],
-            num_tokens=num_tokens,
-            num_texts=len(of_texts),
-            num_heads=num_heads,
-            num_kv_heads=key.shape[1],
-            head_dim=head_dim,
-            bias_stride=0 if bias is None else bias.shape[1],
-            window=num_tokens if window is None else window,
-            scale=scale,
-        )
-        self._library.call(Operation.TEXT_ATTENTION, arguments)
         return output
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -632,11 +602,6 @@ def _product_args(
 
 def _same_dtype(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     return x.dtype in DTYPES and all(other is None or other.dtype == x.dtype for other in others)
-
-
-def _text_heads(x: torch.Tensor) -> TextHeads:
-    token_stride, head_stride, _ = x.stride()
-    return TextHeads(at=x.data_ptr(), token_stride=token_stride, head_stride=head_stride)
 
 
 def _heads(source: torch.Tensor, target: torch.Tensor | None) -> Heads:

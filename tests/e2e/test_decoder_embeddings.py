@@ -72,7 +72,7 @@ async def test_the_server_says_what_it_takes(client: httpx.AsyncClient) -> None:
         assert (await client.post(f"/v1/{path}", json=body)).json()["error"]["code"] == "wrong_kind_of_model"
     tokens = (await client.post("/tokenize", json={"prompt": "a cat"})).json()
     assert tokens["tokens"][-1] == 2
-    assert tokens["max_model_len"] == 481
+    assert tokens["max_model_len"] == 480
     (model,) = (await client.get("/v1/models")).json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", 481)
 

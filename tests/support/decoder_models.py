@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from quire.model_files.model_source import resolve_model
 
@@ -88,6 +89,10 @@ def make_decoder(
             if module == "Pooling":
                 content = {"word_embedding_dimension": config.hidden_size, **content}
             _write(path / folder / "config.json", content)
+            if module == "Dense":
+                size, inputs = content["out_features"], content["in_features"]
+                layer = {"linear.weight": torch.randn(size, inputs) * inputs**-0.5, "linear.bias": torch.randn(size)}
+                save_file(layer, path / folder / "model.safetensors")
             listed.append({"idx": number, "name": str(number), "path": folder, "type": f"{package}.{module}"})
         _write(path / "modules.json", listed)
         _write(path / "sentence_bert_config.json", of_transformer or {"max_seq_length": 480, "do_lower_case": False})

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn import functional
 
-from kernels.backends import text_attention_for
+from kernels.backends import text_kernels_for
 
 _QUERIES = 128
 """Queries that are computed at once if there is a window."""
@@ -35,8 +35,8 @@ def attend(
     Returns:
         [T, heads, head size], contiguous. The bits of a text's tokens do not depend on the other texts.
     """
-    if (kernels := text_attention_for(q.device, q.dtype)) is not None:
-        return kernels.text_attention(q, k, v, lengths, scale=scale, window=window, bias=bias)
+    if (kernels := text_kernels_for(q.device, q.dtype)) is not None:
+        return kernels.attention(q, k, v, lengths, scale=scale, window=window, bias=bias)
     output = q.new_empty(q.shape)
     for first, count, length in _runs_of(lengths):
         query, key, value, out = (

@@ -135,7 +135,9 @@ class KServeServicer:
 
     def check_generates(self, name: str, version: str) -> None:
         """Raises NotFound if no such model is served, and Unimplemented if it generates no text."""
-        self._target(name, version, "model_").check_kind(RequestOptions(None))
+        self._target(name, version, "model_")
+        options = RequestOptions(None, model=name)
+        self._models.of(name, options.kind).check_kind(options)
 
     async def ModelInfer(self, request: pb.ModelInferRequest, context: Context | None) -> pb.ModelInferResponse:
         generator = self._target(request.model_name, request.model_version, "model_")

@@ -25,7 +25,7 @@ def make_heads(tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.
 def attend(isa: str, heads: Heads, lengths: list[int], window: int | None, bias: torch.Tensor | None) -> torch.Tensor:
     kernels = make_implementation(isa)
     assert isinstance(kernels, CpuKernels)
-    return kernels.text_attention(*heads, lengths, scale=heads[0].shape[-1] ** -0.5, window=window, bias=bias)
+    return kernels.texts.attention(*heads, lengths, scale=heads[0].shape[-1] ** -0.5, window=window, bias=bias)
 
 
 def exact(heads: Heads, lengths: list[int], window: int | None, bias: torch.Tensor | None) -> torch.Tensor:
