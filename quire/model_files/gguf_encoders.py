@@ -37,7 +37,11 @@ def ranks(header: GgufHeader) -> bool:
 
 def dense_of(header: GgufHeader) -> list[tuple[str, tuple[int, ...]]]:
     """The linear layers behind pooling: their tensors, and shapes [out, in]."""
-    return [(name, header.tensors[name].shape) for name in _DENSE if name in header.tensors]
+    found = [(name, header.tensors[name].shape) for name in _DENSE if name in header.tensors]
+    for name, shape in found:
+        if len(shape) != 2:
+            raise GgufFields(header).error(f"tensor {name} has shape {list(shape)}; expected a matrix")
+    return found
 
 
 def _encoder(fields: GgufFields, model_type: str, **further: Any) -> Config:

@@ -214,11 +214,10 @@ def _word_piece(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int])
     unknown = named("unknown", text="[UNK]")
     special = {first, last, unknown, *filter(None, map(fields.token_id, ("padding", "mask")))}
     kinds = [_CONTROL if index in special else kind for index, kind in enumerate(kinds)]
-    is_cased = any(
-        piece != piece.lower()
-        for piece, kind in zip(pieces, kinds, strict=True)
-        if kind != _CONTROL and piece[0] != "["
-    )
+    normal = [
+        piece for piece, kind in zip(pieces, kinds, strict=True) if kind != _CONTROL and not piece.startswith("[")
+    ]
+    is_cased = any(piece != piece.lower() for piece in normal)
     return {
         **_around(pieces, first, last, separators=1),
         "added_tokens": _added_tokens(pieces, [kind if kind == _CONTROL else _NORMAL for kind in kinds]),
@@ -249,6 +248,8 @@ def _unigram(fields: GgufFields, tokens: Sequence[str], kinds: Sequence[int]) ->
             "it does not name the first, the last and the unknown token (tokenizer.ggml.bos_token_id, ...)"
         )
     charsmap = fields.header.metadata.get("tokenizer.ggml.precompiled_charsmap") or []
+    if not isinstance(charsmap, list) or not all(type(each) is int for each in charsmap):
+        raise fields.error("tokenizer.ggml.precompiled_charsmap is no list of bytes")
     encoded = base64.b64encode(bytes(each & 0xFF for each in charsmap)).decode()
     metaspace = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "always", "split": True}
     scores = _scores(fields, tokens, kinds)
