@@ -251,14 +251,16 @@ def _as_status(error: QuireError | HttpError) -> QuireError:
     """The error of a body as a status."""
     if isinstance(error, QuireError):
         return error
-    message, reason = error.answer.message, error.answer.code.upper()
+    message = error.answer.message
     match error.answer.status:
         case HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
             return ResourceExhausted(message, reason="BODY_TOO_LARGE")
         case HTTPStatus.REQUEST_TIMEOUT:
-            return DeadlineExceeded(message, reason=reason)
+            return DeadlineExceeded(message, reason="SLOW_SENDER")
+        case HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+            return Unimplemented(message, reason="UNSUPPORTED_ENCODING")
         case _:
-            return InvalidArgument(message, reason=reason)
+            return InvalidArgument(message, reason="MALFORMED_MESSAGE")
 
 
 def _ends_at(timeout: str | None) -> float | None:

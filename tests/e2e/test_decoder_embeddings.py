@@ -74,7 +74,7 @@ async def test_the_server_says_what_it_takes(client: httpx.AsyncClient) -> None:
     assert tokens["tokens"][-1] == 2
     assert tokens["max_model_len"] == 480
     (model,) = (await client.get("/v1/models")).json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("tiny", 481)
+    assert (model["id"], model["max_model_len"]) == ("tiny", 480)
 
 
 async def test_texts_share_the_blocks_of_their_instruction(embedder: Served, client: httpx.AsyncClient) -> None:

@@ -26,10 +26,19 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Modules that add flags by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
-# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM.
+# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM; protoc, up to an underscore, and buf.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
-    *("--target", "--values", "--extra-index-url", "--no-deps", "--fifo", "--no-enable-prefix-caching"),
+    *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
+    *(
+        "--exclude-path",
+        "--target",
+        "--values",
+        "--extra-index-url",
+        "--no-deps",
+        "--fifo",
+        "--no-enable-prefix-caching",
+    ),
 }
 # Files that documents mention as absent.
 ABSENT = {"setup.py"}
