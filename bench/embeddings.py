@@ -113,15 +113,15 @@ def _gigaflops_of_text(shape: str, tokens: int) -> float:
 
 
 def _run(url: str, load: Load, seconds: float, seed: int) -> Run:
-    """Sends calls for some seconds, after one second that does not count."""
+    """Sends calls for some seconds, at least one, after one second that does not count."""
     began = threading.Barrier(load.callers)
 
     def call(caller: int) -> tuple[int, float, list[float]]:
         draw, latencies = random.Random(f"{seed} {caller} {load}"), list[float]()
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
         began.wait()
-        start = time.perf_counter() + 1.0
-        while (now := time.perf_counter()) < start + seconds:
+        start = first = time.perf_counter() + 1.0
+        while (now := time.perf_counter()) < start + seconds or not latencies:
             texts = [_text(draw, load.tokens) for _ in range(load.batch)]
             body = json.dumps({"model": "", "input": texts, "encoding_format": "base64"})
             connection.request("POST", "/v1/embeddings", body, {"content-type": "application/json"})
@@ -130,8 +130,9 @@ def _run(url: str, load: Load, seconds: float, seed: int) -> Run:
             if answer.status != 200:
                 raise RuntimeError(f"{url} answers {answer.status}: {content[:500]!r}")
             if now >= start:
+                first = first if latencies else now
                 latencies.append(time.perf_counter() - now)
-        return load.batch * len(latencies), time.perf_counter() - start, latencies
+        return load.batch * len(latencies), time.perf_counter() - first, latencies
 
     with ThreadPoolExecutor(load.callers) as threads:
         results = list(threads.map(call, range(load.callers)))
