@@ -31,8 +31,13 @@ def _directory(settings: ServeSettings) -> ModelDirectory:
 
 def niceness_of(settings: ServeSettings) -> list[int]:
     """The niceness that each model's workers have in addition to this process's."""
-    generate = [generates_text(settings.of_model(model)) for model in settings.served_models]
-    return [_NICENESS if any(generate) and not each else 0 for each in generate]
+    parts = [settings.of_model(model) for model in settings.served_models]
+    generate = [generates_text(each) for each in parts]
+    by_default = [_NICENESS if any(generate) and not each else 0 for each in generate]
+    return [
+        own if part.worker_niceness is None else part.worker_niceness
+        for part, own in zip(parts, by_default, strict=True)
+    ]
 
 
 def shares_of_memory(parts: Sequence[ServeSettings]) -> list[float]:

@@ -55,6 +55,13 @@ class ServeSettings(ServedModelsFlags, GatewayFlags, WorkerFlags, SchedulerFlags
     )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=_LAST_PORT)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=_LAST_PORT)
+    worker_niceness: int | None = setting(
+        None,
+        "niceness of workers in addition to this process's; not given, 10 for models of embeddings or scores that are "
+        "served together with models of text, else 0",
+        minimum=0,
+        maximum=19,
+    )
     log_level: str = setting(
         "warning",
         "lowest log level of the services; SIGUSR1 lowers it to debug, SIGUSR2 sets it back",
@@ -66,7 +73,7 @@ class ServeSettings(ServedModelsFlags, GatewayFlags, WorkerFlags, SchedulerFlags
         flags = {each.name for cls in (WorkerFlags, SchedulerFlags) for each in dataclasses.fields(cls)}
         flags -= {each.name for each in dataclasses.fields(ServiceFlags)} | {"tenant_metrics"}
         alone = dataclasses.replace(self, models=(dataclasses.replace(model, overrides=()),))
-        allowed = flags | {*FLAGS_OF_MODELS, "scheduler_metrics_port", "worker_metrics_port"}
+        allowed = flags | {*FLAGS_OF_MODELS, "scheduler_metrics_port", "worker_metrics_port", "worker_niceness"}
         return overridden(alone, model.overrides, allowed, source=f"--model {model.name}")
 
     def __post_init__(self) -> None:

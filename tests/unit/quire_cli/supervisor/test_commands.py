@@ -264,9 +264,11 @@ def test_models_without_a_given_pool_share_the_memory_and_encoders_need_none(tmp
         assert shares_of_memory(parts) == [0.5, 0.5, 1.0]
         assert niceness_of(served)[:2] == [0, 0] < niceness_of(served)[2:]
         given[0] += ",kv-cache-memory=2GiB"
+        given[2] += ",worker-niceness=3"
         served = load_settings(ServeSettings, given, {}, program="quire serve")
         parts = [served.of_model(each) for each in served.served_models]
         assert shares_of_memory(parts) == [1.0, 0.75, 1.0]
+        assert niceness_of(served) == [0, 0, 3]
         check_memory(parts)
         given[1] += ",kv-cache-memory=7GiB"
         served = load_settings(ServeSettings, given, {}, program="quire serve")
