@@ -198,10 +198,10 @@ async def _in_order(
     async def read_to_the_end() -> None:
         first = 0
         async for request in requests:
-            batch, release = request.batch, keep_memory()
+            batch = request.batch
             num_texts = len(batch.texts) + len(batch.token_ids)
             await window.enter(num_texts)
-            task = asyncio.create_task(answer(batch, first))
+            release, task = keep_memory(), asyncio.create_task(answer(batch, first))
             running.add(task)
             # As a callback, since a task that is cancelled before it begins runs none of its code.
             task.add_done_callback(lambda _, release=release: release())
