@@ -17,6 +17,7 @@ KEPT: dict[str, str] = {
     "what a process has for its life, or for the life of its model": """
         AdapterSlots._of_adapter AdapterSlots._slots Adapters._served ApiRoute.methods ApiRoute.param_convertors
         ApiRoute.statuses Front.call_readers Front.handlers Front.routes Front.servicers Front.tasks
+        FrontContext.opened GatewayMetrics._models
         Gateway._background Gateway._fronts KeyEntry.__dict__
         KeyEntry.__pydantic_fields_set__ KeyRing._callers KeyRing._signatures _Entries.by_hash _Entries.by_id
         RowTable._free RowTable.sequences ServedModel.tokenizer_config TokenTexts._anchor TokenTexts._bytes
