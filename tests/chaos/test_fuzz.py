@@ -27,6 +27,7 @@ from grpc_status import rpc_status
 
 from quire.client import GenerationOptions
 from quire.gateway.v1 import generation_pb2
+from quire.scheduler.v1 import scheduler_pb2
 from quire.worker.v1 import worker_pb2
 from tests.support.scheduler_process import wait_nothing_in_use
 from tests.support.serving import Served, serving
@@ -255,6 +256,8 @@ async def fuzz_services(served: Served, address: str, *, without: tuple[str, ...
         stop = asyncio.Event()
         honest = asyncio.create_task(unanimous(served, stop))
         await fuzz(attempt, {"OK", "INVALID_ARGUMENT"})
+        # The last call of Sleep may have come after the last one of WakeUp, and the honest caller waits.
+        await served.scheduler.WakeUp(scheduler_pb2.WakeUpRequest())
         stop.set()
         assert await honest
     await assert_untouched(served)

@@ -70,7 +70,7 @@ ADDED = frozenset(
         "quire.scheduler.v1.Welcome.19",
         "quire.scheduler.v1.Welcome.20",
         "quire.scheduler.v1.Welcome.21",
-        *(f"quire.scheduler.v1.Welcome.{number}" for number in range(22, 27)),
+        *(f"quire.scheduler.v1.Welcome.{number}" for number in range(22, 28)),
         "quire.scheduler.v1.ReplicaState.3",
         "quire.scheduler.v1.CacheUpdate.5",
         "quire.scheduler.v1.CacheUpdate.6",
