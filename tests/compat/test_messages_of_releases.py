@@ -1,7 +1,7 @@
 """Today's code reads the messages of each release with the same meaning; a release reads messages of today's code."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -369,10 +369,10 @@ async def calls_of_today() -> list[Call]:
     return (await record()).calls
 
 
-def without_batches(method: str, data: bytes) -> Sequence[bytes]:
+def without_batches(method: str, data: bytes) -> list[bytes]:
     """The messages of a batch, which a scheduler without Welcome.takes_batches gets one by one."""
     batched = scheduler_pb2.ConnectRequest.FromString(data).batch.messages if method == _CONNECT else ()
-    return batched or (data,)
+    return list(batched) or [data]
 
 
 @pytest.mark.extended
