@@ -2,7 +2,7 @@
 # transformers 5.23.0: MPNet uses 32 buckets of distances and positions from 2, whatever its configuration says.
 #
 # Expected: `relative_attention_num_buckets` is the number of buckets, as in T5, and the first position is
-# `pad_token_id + 1`, as in RoBERTa, of which the embedding with its padding row is taken.
+# `pad_token_id + 1`, as in RoBERTa, from which the embedding with its padding row comes.
 # Seen: the table of biases has the rows that the configuration says, and the buckets are those of 32, so further rows
 # are never read; positions begin at 2 with any padding token.
 . "$(dirname "$0")/prelude.sh"

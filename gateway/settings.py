@@ -373,10 +373,10 @@ class GatewaySettings(ServedModelsFlags, GatewayFlags, DrainFlags, ProcessFlags)
         named = map(self._named_scheduler, self.schedulers)
         addresses = tuple(address for name, address in named if name == model.name)
         name = model.name if len(self.served_models) > 1 else model.given_name
-        alone = dataclasses.replace(
+        of_one = dataclasses.replace(
             self, models=(bare,), schedulers=addresses, served_model_name=name or self.served_model_name
         )
-        return overridden(alone, model.overrides, FLAGS_OF_MODELS, source=f"--model {model.name}")
+        return overridden(of_one, model.overrides, FLAGS_OF_MODELS, source=f"--model {model.name}")
 
     def _named_scheduler(self, text: str) -> tuple[str, str]:
         """The name of a model, and the address of one of its schedulers."""

@@ -175,7 +175,7 @@ class Models:
         return {address: load for loads in found for address, load in loads.items()}
 
     async def unpin(self, tenant: str, pin_id: str, timeout_s: float | None) -> None:
-        """Ends a pin, of whichever model. Raises the errors of `SchedulerCalls.unpin`."""
+        """Ends a pin of any of the models. Raises the errors of `SchedulerCalls.unpin`."""
         await _first_found([partial(each.replicas.calls.unpin, tenant, pin_id, timeout_s=timeout_s) for each in self])
 
 

@@ -72,9 +72,9 @@ class ServeSettings(ServedModelsFlags, GatewayFlags, WorkerFlags, SchedulerFlags
         """The settings of one of the served models, with the values of its flags. Raises ConfigurationError."""
         flags = {each.name for cls in (WorkerFlags, SchedulerFlags) for each in dataclasses.fields(cls)}
         flags -= {each.name for each in dataclasses.fields(ServiceFlags)} | {"tenant_metrics"}
-        alone = dataclasses.replace(self, models=(dataclasses.replace(model, overrides=()),))
+        of_one = dataclasses.replace(self, models=(dataclasses.replace(model, overrides=()),))
         allowed = flags | {*FLAGS_OF_MODELS, "scheduler_metrics_port", "worker_metrics_port", "worker_niceness"}
-        return overridden(alone, model.overrides, allowed, source=f"--model {model.name}")
+        return overridden(of_one, model.overrides, allowed, source=f"--model {model.name}")
 
     def __post_init__(self) -> None:
         super().__post_init__()

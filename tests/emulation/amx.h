@@ -1,5 +1,5 @@
 // Matrix units (AMX) in plain C++, so that code for them runs on processors with AVX-512 and without matrix units.
-// Included before all else (-include) by a build of the CPU library for tests alone: tests/support/emulated_amx.py.
+// Included before all else (-include) by a build of the CPU library that only tests use: tests/support/emulated_amx.py.
 //
 // Follows the operation sections of the instructions in Intel's Software Developer's Manual, volume 2: the state of
 // tiles is each thread's own, what a processor would fault on ends the process, and products add in the documented
