@@ -65,10 +65,10 @@ serve: setup ## serve a model on this machine
 # File by file, so that what a file's tests share is made once; more processes than processors, since some only wait.
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reorder
-SECOND_TIER := extended or all_isas
+SECOND_TIER := (extended or all_isas) and not long
 
 test: setup triton-client ## show each promise once; or run the tests that ARGS names
-	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not ($(SECOND_TIER) or real)")
+	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not (extended or all_isas or real or long)")
 
 test-all: setup triton-client ## run the tests that `make test` leaves out, and a part of `make test-real`
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
@@ -87,6 +87,7 @@ test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, u
 		tests/sim/test_moves.py tests/service/gateway/test_schemathesis.py tests/service/gateway/test_sweep.py
 	QUIRE_FUZZ_SECONDS=60 $(PYTEST) --timeout 600 tests/chaos/test_fuzz.py
 	$(PYTEST) --timeout 1800 tests/compat/rolling_upgrade.py
+	$(PYTEST) $(IN_PARALLEL) -m long --timeout 1200 tests
 	$(BIN)/python -m bench soak
 
 test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads

@@ -188,6 +188,7 @@ async def check_answers(address: str, tls: ClientTls | None = None, api_key: str
     assert answer.sequences[0].text
 
 
+@pytest.mark.long
 async def test_compose_with_tls_serves(tmp_path: Path) -> None:
     certificates = certificates_of(WITH_TLS, tmp_path / "certs")
     machine = Machine(compose_containers(certificates, tmp_path), ("50051", "50052", "50053", "8000"), ("9400",))

@@ -148,7 +148,17 @@ def test_rows_that_pay_late_are_caught_up_and_right() -> None:
 
 @pytest.mark.parametrize(
     ("pool", "config"),
-    [(pool, SWAP) for pool in POOLS if pool != "int8 weights"] + [("bfloat16", {}), ("float32", RECOMPUTE)],
+    [
+        ("bfloat16", SWAP),
+        *(
+            pytest.param(pool, config, marks=pytest.mark.long)
+            for pool, config in [
+                *((pool, SWAP) for pool in POOLS if pool not in ("bfloat16", "int8 weights")),
+                ("bfloat16", {}),
+                ("float32", RECOMPUTE),
+            ]
+        ),
+    ],
 )
 def test_text_is_that_without_drafts(pool: str, config: dict[str, Any], tmp_path: Path) -> None:
     flags = [*FLAGS, *POOLS[pool]]
@@ -212,7 +222,7 @@ def test_what_does_not_fit_is_refused_by_name(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "other"), [("deepseek-v3", "llama-gqa-untied-32"), ("llama-gqa-untied-32", "minicpm3")]
 )
-@pytest.mark.parametrize("pool", ["bfloat16", "int8 pool"])
+@pytest.mark.parametrize("pool", ["bfloat16", pytest.param("int8 pool", marks=pytest.mark.long)])
 def test_one_of_model_and_draft_model_may_have_latents(name: str, other: str, pool: str, tmp_path: Path) -> None:
     for each in (name, other):
         make_model(tmp_path / each, each)
@@ -230,7 +240,11 @@ def test_one_of_model_and_draft_model_may_have_latents(name: str, other: str, po
 
 @pytest.mark.parametrize(
     ("pool", "flags", "config"),
-    [("bfloat16", MULTI_STEP, {}), ("int8 pool", [], {}), ("float32", [], {"num_blocks": 100})],
+    [
+        ("bfloat16", MULTI_STEP, {}),
+        pytest.param("int8 pool", [], {}, marks=pytest.mark.long),
+        pytest.param("float32", [], {"num_blocks": 100}, marks=pytest.mark.long),
+    ],
 )
 def test_text_of_a_model_with_states_is_that_without_drafts(
     pool: str, flags: list[str], config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

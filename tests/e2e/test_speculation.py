@@ -144,11 +144,16 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("family", "dtype", "flags"),
     [
-        ("qwen3.5", "float32", []),
         ("qwen3.5", "bfloat16", MULTI_STEP),
-        ("lfm3", "float32", MULTI_STEP),
-        ("lfm2", "bfloat16", []),
-        ("mamba", "bfloat16", MULTI_STEP),
+        pytest.param("lfm2", "bfloat16", [], marks=pytest.mark.extended),
+        *(
+            pytest.param(family, dtype, flags, marks=pytest.mark.long)
+            for family, dtype, flags in [
+                ("qwen3.5", "float32", []),
+                ("lfm3", "float32", MULTI_STEP),
+                ("mamba", "bfloat16", MULTI_STEP),
+            ]
+        ),
     ],
 )
 def test_states_are_those_without_drafts(family: str, dtype: str, flags: list[str], tmp_path: Path) -> None:

@@ -51,14 +51,10 @@ _SHOWN = [
     ("dropped-copy", 0),
     ("epoch-compared-with-ge", 14),
     ("credit-ignored", 2),
-    ("ranks-not-compared", 29),
-    ("stop-string-early", 15),
 ]
 _OTHERS = [
     ("released-row", 0),
-    ("drafts-not-charged", 4),
-    ("gap-after-end", 3),
-    ("resumed-as-new", 123),
+    ("ranks-not-compared", 29),
     ("salt-not-sent", 8),
     ("seals-outlive-sleep", 27),
 ]

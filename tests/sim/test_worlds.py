@@ -35,6 +35,7 @@ def test_answers_say_what_they_say_undisturbed(seeds: Sequence[int]) -> None:
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_worlds_that_once_failed() -> None:
     """The failures were: loads of adapters that never ended (288); a request that preempted no other one though enough
     room had become free (720201); a request that preempted others for rows reserved for an offer (1130626); workers
@@ -59,6 +60,7 @@ def test_a_request_enters_for_which_rows_are_lacking_that_are_kept_for_those_beh
 
 
 @pytest.mark.extended
+@pytest.mark.long
 def test_naps_that_once_failed() -> None:
     """The failures were a second sleep that failed and woke the sleeping replicas (170), and a scheduler that was
     stopped while its workers discarded their weights, and attached them before they ended."""

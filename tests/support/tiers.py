@@ -9,11 +9,12 @@ import pytest
 from _pytest.mark.expression import Expression
 from hypothesis import settings
 
-MARKERS = frozenset({"extended", "all_isas", "real"})
+MARKERS = frozenset({"extended", "all_isas", "real", "long"})
 _ROOT = Path(__file__).parents[1]
 # A file has tests with one of `MARKERS` only if it, or a conftest.py that it uses, has one of these texts.
-_SOME = re.compile(r"\bmark\.(extended|all_isas|real)\b|\b(cpu_kernels|parametrize_once)\b")
+_SOME = re.compile(r"\bmark\.(extended|all_isas|real|long)\b|\b(cpu_kernels|parametrize_once)\b")
 _ALL_EXTENDED = re.compile(r"^pytestmark = pytest\.mark\.extended$", re.MULTILINE)
+_ALL_LONG = re.compile(r"^pytestmark = pytest\.mark\.long$", re.MULTILINE)
 _ALL_REAL = re.compile(r"^pytestmark = pytest\.mark\.real$", re.MULTILINE)
 
 
@@ -45,6 +46,8 @@ def may_select(expression: str, path: Path) -> bool:
     text = path.read_text(encoding="utf-8")
     if _ALL_EXTENDED.search(text):
         possible = [frozenset({"extended"}), MARKERS]
+    elif _ALL_LONG.search(text):
+        possible = [frozenset({"long"})]
     elif _ALL_REAL.search(text):
         possible = [frozenset({"real"}), frozenset({"real", "extended"})]
     elif _SOME.search(text) or any(map(_SOME.search, _texts_of_conftests(path))):

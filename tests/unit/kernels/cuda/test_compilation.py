@@ -26,8 +26,12 @@ from tests.unit.kernels.test_paged_attention import make_batch
 pytestmark = pytest.mark.extended
 
 # Codings with blocks within blocks, and codings with scales next to the codes.
-SOME = [Coding.Q5_K, Coding.INT4, Coding.FP8]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SOME = [
+    Coding.Q5_K,
+    pytest.param(Coding.INT4, marks=pytest.mark.long),
+    pytest.param(Coding.FP8, marks=pytest.mark.long),
+]
+DTYPES = [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.long) for each in (torch.float32, torch.float16))]
 # Maximum shared memory of one program on compute capability 9.0.
 SHARED_MEMORY = 227 * 1024
 # Maximum programs of one launch along each dimension.
@@ -78,6 +82,7 @@ def assert_fit(kernels: set[Any], names: set[str]) -> None:
         assert kernel.metadata.shared <= SHARED_MEMORY, f"{kernel.name} takes {kernel.metadata.shared} bytes"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "dtype"),
     [
@@ -106,7 +111,7 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
     [
         ((32, 8), 128, None, False),
         # Without sinks it does less of the same work.
-        ((16, 8), 256, 600, True),
+        pytest.param((16, 8), 256, 600, True, marks=pytest.mark.long),
         *([((16, 16), 64, None, True), ((32, 1), 128, None, True)] if is_third_tier() else []),
     ],
 )
@@ -126,6 +131,7 @@ def test_attention_keeps_everything_in_registers(
     assert {kernel.name: stack_bytes(kernel, tmp_path) for kernel in compiled} == dict.fromkeys(names, 0)
 
 
+@pytest.mark.long
 def test_the_grid_holds_more_rows_and_tiles_than_one_dimension_of_cuda_s_small_ones(compiled: set[Any]) -> None:
     num_rows, num_heads, head_dim = 70_000, 2, 16
     query = torch.zeros(num_rows, num_heads, head_dim)
@@ -218,9 +224,14 @@ def mixed_step(num_rows: int, longest: int) -> None:
     ("step", "first", "later"),
     [
         (decode_step, [(2, 17), (3, 5000)], [(1, 1), (1, 16), (16, 256), (5, 4096), (64, 700), (1, 4100), (32, 3)]),
-        (mixed_step, [(2, 17), (2, 5000)], [(1, 16), (16, 256), (5, 4096), (15, 700), (16, 33)]),
+        pytest.param(
+            mixed_step,
+            [(2, 17), (2, 5000)],
+            [(1, 16), (16, 256), (5, 4096), (15, 700), (16, 33)],
+            marks=pytest.mark.long,
+        ),
         (pointwise_step, [(7,)], [(1,), (16,), (33,), (160,)]),
-        (coded_step, [(7,), (70,)], [(1,), (16,), (33,), (160,)]),
+        pytest.param(coded_step, [(7,), (70,)], [(1,), (16,), (33,), (160,)], marks=pytest.mark.long),
     ],
 )
 def test_steps_of_other_sizes_compile_nothing_new(
