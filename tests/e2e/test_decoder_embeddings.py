@@ -122,7 +122,7 @@ async def test_documents_are_ranked_with_the_template(tmp_path: Path) -> None:
     documents = [*TEXTS, LONG]
     truth = CrossEncoder(str(path), device="cpu", max_length=300)
     expected = truth.predict([("a cat", text) for text in documents])
-    async with serving(model=str(path), dtype="float32", max_model_len=301) as served, client_of(served) as client:
+    async with serving(model=str(path), dtype="float32", max_model_len=300) as served, client_of(served) as client:
         body = {"query": "a cat", "documents": documents}
         answer = (await client.post("/v1/rerank", json=body)).json()
         assert answer["error"]["code"] == "context_length_exceeded"

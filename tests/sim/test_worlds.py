@@ -85,7 +85,7 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
 
 def test_a_world_is_the_same_in_another_process() -> None:
     """Compares worlds with another hash seed, and after other worlds: nothing depends on set order or addresses."""
-    seeds = range(903, 905)
+    seeds = range(16, 18)
     environment = os.environ | {"PYTHONHASHSEED": "77"}
     command = [sys.executable, "-m", "tests.sim.worlds", str(seeds.start), str(len(seeds))]
     root = Path(__file__).parents[2]

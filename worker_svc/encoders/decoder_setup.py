@@ -77,12 +77,12 @@ class VectorPart:
         return self.head
 
     def geometry(self, model: CausalLM, geometry: ModelGeometry, max_model_len: int | None) -> ModelGeometry:
-        """With the length of the longest text, and a place for the token that comes with its vector. ConfigurationError
-        for a `max_model_len` of the settings that is longer."""
+        """With the length of the longest text, which `max_model_len` of the settings may lower, and a place for the
+        token that comes with its vector. ConfigurationError for a `max_model_len` that is longer."""
         longest = min(self.files.max_tokens or model.max_model_len, model.max_model_len)
-        if max_model_len is not None and max_model_len > longest + 1:
+        if max_model_len is not None and max_model_len > longest:
             raise ConfigurationError(
-                f"--max-model-len is {max_model_len}; texts of this model have at most {longest} tokens, and the place "
-                f"of their vector counts as one more: use at most {longest + 1}"
+                f"--max-model-len is {max_model_len}; texts of this model have at most {longest} tokens: use at most "
+                f"{longest}"
             )
-        return replace(geometry, max_model_len=max_model_len or longest + 1)
+        return replace(geometry, max_model_len=(max_model_len or longest) + 1)

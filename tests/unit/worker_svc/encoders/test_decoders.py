@@ -232,7 +232,7 @@ def test_a_template_without_query_and_document_is_refused(tmp_path: Path) -> Non
 def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = make_decoder(tmp_path, modules=LAST)
     for flag, message in (
-        ("--max-model-len=482", "texts of this model have at most 480 tokens, .* use at most 481"),
+        ("--max-model-len=481", "texts of this model have at most 480 tokens: use at most 480"),
         ("--model-impl=transformers", "runs through transformers' code, which gives no vectors of texts"),
         ("--draft-model=x", "--draft-model is x; .* generates no text: leave it out"),
     ):
