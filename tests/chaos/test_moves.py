@@ -67,7 +67,9 @@ async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: Two
 LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] * 10)
 
 
-@pytest.mark.parametrize("killed", [None, "worker-0", pytest.param("worker-1", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "killed", ["worker-0", *(pytest.param(each, marks=pytest.mark.long) for each in (None, "worker-1"))]
+)
 async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
     tmp_path: Path, killed: str | None
 ) -> None:
