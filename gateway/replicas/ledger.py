@@ -178,8 +178,14 @@ class Ledger:
         """
         outcome = Outcome(Arrivals(self._clock()))
         touched: list[LiveRequest] = []
-        for event in (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed):
-            self._apply_event(replica, event, outcome, touched)
+        try:
+            for event in (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed):
+                self._apply_event(replica, event, outcome, touched)
+        except TokenGapError:
+            # The caller gets no outcome.
+            for live in outcome.arrivals.direct:
+                live.wake_reader()
+            raise
         # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
         outcome.ended_here = [live for live in touched if live.await_usage()]
         outcome.sequences_ended_here = [

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from gateway.replicas.events import (
     Chunk,
@@ -42,12 +43,14 @@ class Arrivals:
         gaps: For consecutive tokens of one sequence that came together, the seconds since the previous token of the
             sequence; the first tokens of a sequence have no entry.
         gap_tokens: The number of tokens after each of these gaps.
+        direct: The requests with new tokens that `write_directly` is to be called for.
     """
 
     at: float
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list[float])
     gap_tokens: list[int] = field(default_factory=list[int])
+    direct: list["LiveRequest"] = field(default_factory=list["LiveRequest"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,19 @@ class TokenBytes:
     prompt: int
 
 
+class DirectWriter(Protocol):
+    """Writes chunks to a client at once, in place of the reader of `LiveRequest.events`, which sleeps meanwhile."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a chunk can be written without a wait."""
+        ...
+
+    def write(self, chunks: Sequence[Chunk]) -> None:
+        """Writes the next chunks. Called only while it is ready."""
+        ...
+
+
 class News:
     """An event that at most one task waits for. Streams wait for each token, and asyncio's takes longer."""
 
@@ -74,6 +90,11 @@ class News:
 
     def is_set(self) -> bool:
         return self._is_set
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a task waits for it, and was not woken."""
+        return self._waiter is not None and not self._waiter.done()
 
     def set(self) -> None:
         self._is_set = True
@@ -111,6 +132,7 @@ class LiveRequest:
         prompt_logprobs: The requested log probabilities of prompt tokens that have arrived.
         usage: Its usage; None until it is completed.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the usage.
+        direct: Writes tokens from schedulers while the reader of `events` waits for them; None if only the reader does.
     """
 
     def __init__(
@@ -136,6 +158,7 @@ class LiveRequest:
         self.kv_source: KvSource | None = None
         self.model = UNKNOWN_MODEL
         self.awaits_usage = False
+        self.direct: DirectWriter | None = None
         self.prompt_logprobs = TokenLogprobs()
         self.usage: Usage | None = None
         self._count_bytes: Callable[[int], object] = lambda num_bytes: None
@@ -271,7 +294,10 @@ class LiveRequest:
             self.moves, self.is_heir = 0, False
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
-            self._news.set()
+            if self.direct is None or arrivals is None:
+                self._news.set()
+            else:
+                arrivals.direct.append(self)
         return was_running and stream.finished is not None
 
     def accept_prompt(self, run: PromptRun) -> None:
@@ -363,6 +389,28 @@ class LiveRequest:
         return True
 
     # Output to the client.
+
+    def write_directly(self) -> None:
+        """Gives new tokens to the direct writer. Wakes the reader instead if it has other news, or if the client must be
+        waited for."""
+        direct = self.direct
+        if direct is None or not self._news.is_awaited or not direct.is_ready:
+            self.wake_reader()
+            return
+        failpoint("gateway.stream.before_write")
+        chunks: list[Chunk] = []
+        for stream in self.sequences:
+            if num_pending := stream.num_pending:
+                if (chunk := stream.take_chunk(self._max_chunk_tokens)) is not None:
+                    chunks.append(chunk)
+                self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
+                if stream.num_pending:
+                    self.wake_reader()
+        direct.write(chunks)
+
+    def wake_reader(self) -> None:
+        """Wakes the reader, which takes all output."""
+        self._news.set()
 
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
