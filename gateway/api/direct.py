@@ -35,9 +35,9 @@ class DirectEvents:
         """Whether a chunk can be written without a wait."""
         return self._response.is_ready
 
-    def write(self, chunks: Sequence[Chunk]) -> None:
-        """Writes the events of chunks as one part of the answer."""
-        if data := b"".join(map(self._events, chunks)):
+    def write(self, chunk: Chunk) -> None:
+        """Writes the events of a chunk."""
+        if data := self._events(chunk):
             self._response.write_now(data)
 
     def _events(self, chunk: Chunk) -> bytes:

@@ -76,8 +76,8 @@ class DirectWriter(Protocol):
         """Whether a chunk can be written without a wait."""
         ...
 
-    def write(self, chunks: Sequence[Chunk]) -> None:
-        """Writes the next chunks. Called only while it is ready."""
+    def write(self, chunk: Chunk) -> None:
+        """Writes the next chunk. Called only while it is ready."""
         ...
 
 
@@ -162,6 +162,8 @@ class LiveRequest:
         self.prompt_logprobs = TokenLogprobs()
         self.usage: Usage | None = None
         self._count_bytes: Callable[[int], object] = lambda num_bytes: None
+        # Memory of new tokens that is not counted yet.
+        self._num_uncounted = 0
         self._token_bytes = TokenBytes(0, 0, 0)
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
@@ -276,7 +278,6 @@ class LiveRequest:
         stream = self._stream(run.sequence_index)
         was_running = stream.finished is None
         if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
-            self._count_bytes(num_new * (self._token_bytes.kept + self._token_bytes.pending))
             if arrivals is None:
                 self._last_token_at = self._clock()
             else:
@@ -294,8 +295,9 @@ class LiveRequest:
             self.moves, self.is_heir = 0, False
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
+            self._num_uncounted += num_new * (self._token_bytes.kept + self._token_bytes.pending)
             if self.direct is None or arrivals is None:
-                self._news.set()
+                self.wake_reader()
             else:
                 arrivals.direct.append(self)
         return was_running and stream.finished is not None
@@ -393,24 +395,33 @@ class LiveRequest:
     def write_directly(self) -> None:
         """Gives new tokens to the direct writer. Wakes the reader instead if it has other news, or if the client must be
         waited for."""
-        direct = self.direct
-        if direct is None or not self._news.is_awaited or not direct.is_ready:
+        direct, is_left = self.direct, False
+        if direct is None or not self._news.is_awaited:
             self.wake_reader()
             return
-        failpoint("gateway.stream.before_write")
-        chunks: list[Chunk] = []
         for stream in self.sequences:
-            if num_pending := stream.num_pending:
-                if (chunk := stream.take_chunk(self._max_chunk_tokens)) is not None:
-                    chunks.append(chunk)
-                self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
-                if stream.num_pending:
-                    self.wake_reader()
-        direct.write(chunks)
+            if not (num_pending := stream.num_pending):
+                continue
+            if direct.is_ready:
+                failpoint("gateway.stream.before_write")
+                chunk = stream.take_chunk(self._max_chunk_tokens)
+                self._num_uncounted -= (num_pending - stream.num_pending) * self._token_bytes.pending
+                if chunk is not None:
+                    direct.write(chunk)
+            is_left = is_left or stream.num_pending > 0
+        if is_left:
+            self.wake_reader()
+        else:
+            self._count_tokens()
 
     def wake_reader(self) -> None:
         """Wakes the reader, which takes all output."""
+        self._count_tokens()
         self._news.set()
+
+    def _count_tokens(self) -> None:
+        num_bytes, self._num_uncounted = self._num_uncounted, 0
+        self._count_bytes(num_bytes)
 
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
