@@ -442,12 +442,13 @@ class LiveRequest:
             for stream in self.sequences:
                 if (event := self._next_event(stream)) is None:
                     continue
-                # The sequence may have more after the other sequences had their turns.
-                self._news.set()
                 failpoint("gateway.stream.before_write")
                 yield event
                 if self._error is not None:
                     raise self._error
+                if stream.has_output or stream.has_end:
+                    # After the other sequences have had their turns.
+                    self._news.set()
             if self.usage is not None and not self._news.is_set():
                 yield Completed(self.usage, self.prompt_logprobs)
                 return
@@ -470,12 +471,13 @@ class LiveRequest:
         yield Completed(self.usage, self.prompt_logprobs)
 
     def _next_event(self, stream: SequenceStream) -> Chunk | Finished | None:
+        if not stream.has_output:
+            return stream.take_finished()
         num_pending = stream.num_pending
         is_steady = self.request.is_steady
         chunk = _taken(self, stream.take_token if is_steady else partial(stream.take_chunk, self._max_chunk_tokens))
-        event = chunk or stream.take_finished()
         self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
-        return event
+        return chunk or stream.take_finished()
 
     async def _wait_for_news(self) -> None:
         """Waits for news of the scheduler. Raises QuireError if the request failed."""

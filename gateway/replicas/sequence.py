@@ -191,6 +191,16 @@ class SequenceStream:
         """The number of tokens that were not taken yet."""
         return len(self.token_ids) - self._taken
 
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens or output that were not taken."""
+        return self.num_pending > 0 or self._last is not NOTHING or self._left_over is not NOTHING
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the sequence has ended, and its end was not taken."""
+        return self.finished is not None and not self._finish_taken
+
     def take_chunk(self, max_tokens: int) -> Chunk | None:
         """The next tokens, at most `max_tokens`, or None if there is no output."""
         if self._known_tokens > self._taken:
