@@ -277,7 +277,7 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def as_json(answer: Mapping[str, Any] | LazyList[Any] | str) -> bytes:
-    """An object, a list or a text as JSON. If called in a thread, other threads run between the pieces of lazy lists."""
+    """A value as JSON. If called in a thread, other threads run between the pieces of lazy lists."""
     try:
         encoded = _encode(answer)
     except (TypeError, ValueError, OverflowError):

@@ -56,8 +56,8 @@ class DirectEvents:
 
 
 def writes_directly(live: Sequence[LiveRequest]) -> bool:
-    """Whether the chunks of a call's requests may be written in the pass over a step: log probabilities may be so many
-    that a thread writes them, and several requests of a call take turns."""
+    """Whether the chunks of a call's requests may be written in the pass over a step. A thread writes long log
+    probabilities, and several requests of a call take turns."""
     (first, *others) = live
     request = first.request
     return not (others or request.is_steady or request.logprobs is not None or request.prompt_logprobs is not None)

@@ -286,7 +286,7 @@ class EventBatch:
 
     @property
     def has_several_steps(self) -> bool:
-        """Whether these are the events of several steps, as far as runs tell it: most have several tokens."""
+        """Whether these are probably the events of several steps: runs have more than two tokens on average."""
         return sum(len(run.token_ids) for run in self.runs) > 2 * len(self.runs)
 
     def parts(self, max_tokens: int) -> "Iterator[EventBatch]":

@@ -393,8 +393,8 @@ class LiveRequest:
     # Output to the client.
 
     def write_directly(self) -> None:
-        """Gives new tokens to the direct writer. Wakes the reader instead if it has other news, or if the client must be
-        waited for."""
+        """Gives new tokens to the direct writer. Wakes the reader instead if it has other news, or if the client must
+        be waited for."""
         direct, is_left = self.direct, False
         if direct is None or not self._news.is_awaited:
             self.wake_reader()

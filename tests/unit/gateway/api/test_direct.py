@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from gateway.api.answers import OPENAI, StreamedResponse
 from gateway.api.direct import _PLACE, DirectEvents, writes_directly
+from gateway.api.generation_fields import CompletionBody
 from gateway.api.openai.schemas import ChatBody
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
-from gateway.api.generation_fields import CompletionBody
 from gateway.replicas.events import Chunk
 from gateway.replicas.ledger import Ledger
 from gateway.text.formats.parser import ToolCallDelta
