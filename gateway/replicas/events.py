@@ -284,11 +284,6 @@ class EventBatch:
     has_room: list[int] = field(default_factory=list[int])
     """Handles of offered requests, which run on another replica and for which this one now has room."""
 
-    @property
-    def has_several_steps(self) -> bool:
-        """Whether these are probably the events of several steps: runs have more than two tokens on average."""
-        return sum(len(run.token_ids) for run in self.runs) > 2 * len(self.runs)
-
     def parts(self, max_tokens: int) -> "Iterator[EventBatch]":
         """Splits this batch lazily into batches of at most `max_tokens` tokens, or about that number of sequence ends.
         Applied in order they equal this batch. A request's completion is in the same part as its sequence ends."""

@@ -39,8 +39,6 @@ _STABLE_AFTER_S = 1.0
 _MESSAGES_OF_CREDIT = 2
 # Messages that are being applied, and messages in transit.
 _MESSAGES_AHEAD = 2 * _MESSAGES_OF_CREDIT
-# For a gateway that is slower than the steps: further messages would only wait here, and tokens would be older.
-_MESSAGES_AHEAD_IF_SLOW = 2
 # A task that waits for an event runs in the next turn of the event loop, and writes in the turn after that.
 _TURNS_OF_A_READER = 2
 # Detokenizing these takes a few milliseconds. A replayed durable output comes in messages of many more tokens.
@@ -353,24 +351,20 @@ class SchedulerLink:
             await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
-        num_taken, num_granted = 0, _MESSAGES_AHEAD
+        num_taken = 0
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
                     failpoint("gateway.events.before_apply")
                     turns = Turns()
-                    batch = event_batch_from(message.events)
-                    for part in batch.parts(_TOKENS_AT_ONCE):
+                    for part in event_batch_from(message.events).parts(_TOKENS_AT_ONCE):
                         await turns.pause()
                         self._listener.on_events(self, part)
                         await _let_readers_run()
                     failpoint("gateway.events.before_credit")
                     num_taken += 1
-                    is_slow = batch.has_several_steps
-                    num_lacking = num_taken - num_granted + (_MESSAGES_AHEAD_IF_SLOW if is_slow else _MESSAGES_AHEAD)
-                    if num_lacking >= (1 if is_slow else _MESSAGES_OF_CREDIT):
-                        self._grant(num_lacking, num_taken)
-                        num_granted += num_lacking
+                    if num_taken % _MESSAGES_OF_CREDIT == 0:
+                        self._grant(_MESSAGES_OF_CREDIT, num_taken)
                 case "state":
                     state = message.state
                     self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
