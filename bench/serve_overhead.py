@@ -119,21 +119,31 @@ class Callers:
         return [1e3 * latency for latency in await asyncio.gather(*calls)]
 
     async def _call(self, due: float) -> float:
-        loop, self._num_running = asyncio.get_running_loop(), self._num_running + 1
+        self._num_running += 1
+        # Servers close connections that are idle, or that had a number of requests.
+        while not await self._is_answered():
+            pass
+        self._num_running -= 1
+        return time.perf_counter() - due
+
+    async def _is_answered(self) -> bool:
+        """Sends the request over an idle connection or a new one. Returns False if the server has closed it."""
+        loop = asyncio.get_running_loop()
         if not self._idle:
             self._idle.append((await loop.create_connection(_Caller, self._host, int(self._port)))[1])
         caller = self._idle.pop()
         caller.answered = loop.create_future()
+        if caller.transport.is_closing():
+            return False
         caller.transport.write(self._request)
-        await caller.answered
-        self._idle.append(caller)
-        self._num_running -= 1
-        return time.perf_counter() - due
+        if is_answered := await caller.answered:
+            self._idle.append(caller)
+        return is_answered
 
 
 class _Caller(asyncio.Protocol):
     transport: Any
-    answered: asyncio.Future[None]
+    answered: asyncio.Future[bool] | None = None
     _received = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -144,7 +154,12 @@ class _Caller(asyncio.Protocol):
         head, found, body = self._received.partition(b"\r\n\r\n")
         if found and (length := _LENGTH.search(head)) and len(body) >= int(length[1]):
             self._received = b""
+            assert self.answered is not None
             if b" 200 " in head[:16]:
-                self.answered.set_result(None)
+                self.answered.set_result(True)
             else:
                 self.answered.set_exception(RuntimeError(body.decode(errors="replace")))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.answered is not None and not self.answered.done():
+            self.answered.set_result(False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from http import HTTPStatus
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 import msgspec
@@ -73,8 +73,7 @@ _EVENT_STREAM = {
 _JSON = {"content-type": "application/json"}
 _COMMENT = b": keep-alive\n"
 STREAM_PART = "quire.stream_part"
-"""The extension of a request's scope with which the server takes parts of a stream: a function that writes the next
-part at once, or returns False if it must be sent in the ordinary way."""
+"""The extension of a request's scope with which the server takes parts of a stream: a `PartWriter`."""
 _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
 # Number of list entries that are written at once.
@@ -83,6 +82,17 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _encode = msgspec.json.Encoder().encode
 # Characters that end a line for some readers of server-sent events, such as programs with `str.splitlines`.
 _LINE_ENDS = re.compile(rb"\xe2\x80[\xa8\xa9]|\xc2\x85")
+
+
+class PartWriter(Protocol):
+    """Writes parts of one stream at once, past the layers that do not change them."""
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `write_part` may be called; otherwise the next part must be sent in the ordinary way."""
+        ...
+
+    def write_part(self, data: bytes) -> None: ...
 
 
 class ErrorDetail(TypedDict):
@@ -266,8 +276,8 @@ def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
     yield "".join(parts).encode()
 
 
-def as_json(answer: Mapping[str, Any] | LazyList[Any]) -> bytes:
-    """An object or a list as JSON. If called in a thread, other threads run between the pieces of lazy lists."""
+def as_json(answer: Mapping[str, Any] | LazyList[Any] | str) -> bytes:
+    """A value as JSON. If called in a thread, other threads run between the pieces of lazy lists."""
     try:
         encoded = _encode(answer)
     except (TypeError, ValueError, OverflowError):
@@ -453,7 +463,7 @@ class StreamedResponse(WatchedResponse):
         self._make_events = make
         self._is_submitted = is_submitted
         self._keep_alive_s = keep_alive_s
-        self._write_part: Callable[[bytes], bool] | None = None
+        self._parts: PartWriter | None = None
         self._has_started = False
         self._has_ids = False
         self._written_at = 0.0
@@ -461,8 +471,20 @@ class StreamedResponse(WatchedResponse):
         self._lock = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._write_part = scope.get("extensions", {}).get(STREAM_PART)
+        self._parts = scope.get("extensions", {}).get(STREAM_PART)
         await super().__call__(scope, receive, send)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `write_now` may be called: the stream has begun, and neither another part nor the client has to be
+        waited for."""
+        return self._has_started and not self._lock.locked() and self._parts is not None and self._parts.takes_parts
+
+    def write_now(self, data: bytes) -> None:
+        """Writes the next events, which `make` does not yield."""
+        assert self._parts is not None
+        self._written_at = asyncio.get_running_loop().time()
+        self._parts.write_part(data)
 
     def use(self, dialect: Dialect) -> None:
         """Sets the dialect of later errors."""
@@ -503,10 +525,9 @@ class StreamedResponse(WatchedResponse):
                 await _start(send, 200, _EVENT_STREAM | dict(self._headers))
                 self._has_started = True
             self._written_at = asyncio.get_running_loop().time()
-            is_short_part = not is_last and 0 < len(data) <= _PIECE_BYTES
-            if is_short_part and self._write_part is not None and self._write_part(data):
-                return
-            if data or is_last:
+            if not is_last and 0 < len(data) <= _PIECE_BYTES and self._parts is not None and self._parts.takes_parts:
+                self._parts.write_part(data)
+            elif data or is_last:
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:

@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.answers import OPENAI, Dialect, HttpError, StreamedResponse, WholeResponse, error_answer, json_pieces
+from gateway.api.direct import DirectEvents, writes_directly
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import IN_PIECES, STREAMED, AnswerForm, CallMemory
@@ -147,6 +148,11 @@ class Shaper(Protocol):
 
     def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]: ...
 
+    def repeats_form(self, sequence_index: int) -> bool:
+        """Whether later chunks of the sequence of the first request that have text, and no reasoning or calls, are
+        one object each, which are equal but for the text. Making such an object has no effect on others."""
+        ...
+
     def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
         """The last objects of a stream; `usages` has one entry per request."""
         ...
@@ -193,14 +199,15 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     if not call.streams:
         return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
     live: list[LiveRequest] = []
-    return StreamedResponse(
-        partial(_stream, generator, call, live),
+    response = StreamedResponse(
+        lambda: _stream(generator, call, live, response),
         # A request without a replica has ended, or waits for a scheduler and fails if none connects.
         lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
         headers,
         call.dialect,
     )
+    return response
 
 
 async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes:
@@ -235,8 +242,11 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
             raise
 
 
-async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
-    """The events. The requests are added to `running_now` when they start."""
+async def _stream(
+    generator: Generator, call: Call, running_now: list[LiveRequest], response: StreamedResponse
+) -> AsyncGenerator[bytes, None]:
+    """The events that are not written directly to the response. The requests are added to `running_now` when they
+    start."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
@@ -244,13 +254,16 @@ async def _stream(generator: Generator, call: Call, running_now: list[LiveReques
         async with _running(generator, call, requests, memory) as live:
             running_now += live
             shaper = await call.shaper(generator, live)
-            async with aclosing(_events(call, shaper, live, EventWriter(call.dialect, durable_id))) as written:
+            writer, direct = EventWriter(call.dialect, durable_id), None
+            if durable_id is None and writes_directly(live):
+                direct = DirectEvents(response, partial(_written, writer, shaper, 0), shaper.repeats_form)
+            async with aclosing(_events(call, shaper, live, writer, direct)) as written:
                 async for each in written:
                     yield each
 
 
 async def _events(
-    call: Call, shaper: Shaper, live: Sequence[LiveRequest], writer: EventWriter
+    call: Call, shaper: Shaper, live: Sequence[LiveRequest], writer: EventWriter, direct: DirectEvents | None = None
 ) -> AsyncGenerator[bytes, None]:
     usages: list[Usage] = []
     has_begun = False
@@ -265,6 +278,8 @@ async def _events(
                 usages.append(event.usage)
             else:
                 yield await answer_event(live[position], event, partial(_written, writer, shaper, position, event))
+                # From the first event on.
+                live[position].direct = direct
         if last := writer.write(shaper.end(usages)):
             await call.keep()
             yield last

@@ -113,8 +113,7 @@ def _positions(token_ids: TokenIds, columns: LogprobColumns) -> Iterator[Positio
 # Events for clients: chunks, one Finished per sequence, one Completed at the end.
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """New tokens of one sequence. `offset` counts the tokens before them; `logprobs` has one entry per token, or none.
 
     In a chat, `reasoning` and `tool_calls` are the new reasoning and new tool calls; `text` contains neither.
@@ -299,7 +298,7 @@ class EventBatch:
                 if not room:
                     yield part
                     part, room = EventBatch(), max_tokens
-                piece = run.piece(start, start + room)
+                piece = run if not start and len(run.token_ids) <= room else run.piece(start, start + room)
                 part.runs.append(piece)
                 start += len(piece.token_ids)
                 room -= len(piece.token_ids)

@@ -178,8 +178,14 @@ class Ledger:
         """
         outcome = Outcome(Arrivals(self._clock()))
         touched: list[LiveRequest] = []
-        for event in (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed):
-            self._apply_event(replica, event, outcome, touched)
+        try:
+            for event in (*batch.prompt_runs, *batch.runs, *batch.ended, *batch.completed):
+                self._apply_event(replica, event, outcome, touched)
+        except TokenGapError:
+            # The caller gets no outcome.
+            for live in outcome.arrivals.direct:
+                live.wake_reader()
+            raise
         # The scheduler reports a completion with the last sequence end. Without a completion, it ended only here.
         outcome.ended_here = [live for live in touched if live.await_usage()]
         outcome.sequences_ended_here = [
@@ -187,12 +193,15 @@ class Ledger:
         ]
         for event in (*batch.failed, *batch.moved):
             self._apply_event(replica, event, outcome, touched)
-        outcome.unknown_handles = {run.handle for run in batch.runs if self._find(replica, run.handle) is None}
         return outcome
 
     def _apply_event(self, replica: str, event: RequestEvent, outcome: Outcome, touched: list[LiveRequest]) -> None:
-        live = self._find(replica, event.handle)
-        if live is None or live.is_over:
+        live = self._by_handle.get(event.handle)
+        if live is None or live.replica != replica:
+            if isinstance(event, TokenRun):
+                outcome.unknown_handles.add(event.handle)
+            return
+        if live.is_over:
             return
         try:
             _apply(live, event, outcome, touched)
@@ -201,10 +210,6 @@ class Ledger:
         except Exception as error:
             live.fail_unexpectedly(error)
             outcome.broken.append(live)
-
-    def _find(self, replica: str, handle: int) -> LiveRequest | None:
-        live = self._by_handle.get(handle)
-        return live if live is not None and live.replica == replica else None
 
     def _update_empty(self) -> None:
         if not self._by_handle and not self._num_arriving:

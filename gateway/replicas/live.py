@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from gateway.replicas.events import (
     Chunk,
@@ -42,12 +43,14 @@ class Arrivals:
         gaps: For consecutive tokens of one sequence that came together, the seconds since the previous token of the
             sequence; the first tokens of a sequence have no entry.
         gap_tokens: The number of tokens after each of these gaps.
+        direct: The requests with new tokens that `write_directly` is to be called for.
     """
 
     at: float
     num_tokens: int = 0
     gaps: list[float] = field(default_factory=list[float])
     gap_tokens: list[int] = field(default_factory=list[int])
+    direct: list["LiveRequest"] = field(default_factory=list["LiveRequest"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,19 @@ class TokenBytes:
     prompt: int
 
 
+class DirectWriter(Protocol):
+    """Writes chunks to a client at once, in place of the reader of `LiveRequest.events`, which sleeps meanwhile."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a chunk can be written without a wait."""
+        ...
+
+    def write(self, chunk: Chunk) -> None:
+        """Writes the next chunk. Called only while it is ready."""
+        ...
+
+
 class News:
     """An event that at most one task waits for. Streams wait for each token, and asyncio's takes longer."""
 
@@ -74,6 +90,11 @@ class News:
 
     def is_set(self) -> bool:
         return self._is_set
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a task waits for it, and was not woken."""
+        return self._waiter is not None and not self._waiter.done()
 
     def set(self) -> None:
         self._is_set = True
@@ -111,6 +132,7 @@ class LiveRequest:
         prompt_logprobs: The requested log probabilities of prompt tokens that have arrived.
         usage: Its usage; None until it is completed.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the usage.
+        direct: Writes tokens from schedulers while the reader of `events` waits for them; None if only the reader does.
     """
 
     def __init__(
@@ -136,9 +158,12 @@ class LiveRequest:
         self.kv_source: KvSource | None = None
         self.model = UNKNOWN_MODEL
         self.awaits_usage = False
+        self.direct: DirectWriter | None = None
         self.prompt_logprobs = TokenLogprobs()
         self.usage: Usage | None = None
         self._count_bytes: Callable[[int], object] = lambda num_bytes: None
+        # Memory of new tokens that is not counted yet.
+        self._num_uncounted = 0
         self._token_bytes = TokenBytes(0, 0, 0)
         self._max_chunk_tokens = max_chunk_tokens
         self._clock = clock
@@ -253,7 +278,6 @@ class LiveRequest:
         stream = self._stream(run.sequence_index)
         was_running = stream.finished is None
         if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
-            self._count_bytes(num_new * (self._token_bytes.kept + self._token_bytes.pending))
             if arrivals is None:
                 self._last_token_at = self._clock()
             else:
@@ -271,7 +295,11 @@ class LiveRequest:
             self.moves, self.is_heir = 0, False
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
-            self._news.set()
+            self._num_uncounted += num_new * (self._token_bytes.kept + self._token_bytes.pending)
+            if self.direct is None or arrivals is None:
+                self.wake_reader()
+            else:
+                arrivals.direct.append(self)
         return was_running and stream.finished is not None
 
     def accept_prompt(self, run: PromptRun) -> None:
@@ -364,6 +392,37 @@ class LiveRequest:
 
     # Output to the client.
 
+    def write_directly(self) -> None:
+        """Gives new tokens to the direct writer. Wakes the reader instead if it has other news, or if the client must
+        be waited for."""
+        direct, is_left = self.direct, False
+        if direct is None or not self._news.is_awaited:
+            self.wake_reader()
+            return
+        for stream in self.sequences:
+            if not (num_pending := stream.num_pending):
+                continue
+            if direct.is_ready:
+                failpoint("gateway.stream.before_write")
+                chunk = stream.take_chunk(self._max_chunk_tokens)
+                self._num_uncounted -= (num_pending - stream.num_pending) * self._token_bytes.pending
+                if chunk is not None:
+                    direct.write(chunk)
+            is_left = is_left or stream.num_pending > 0
+        if is_left:
+            self.wake_reader()
+        else:
+            self._count_tokens()
+
+    def wake_reader(self) -> None:
+        """Wakes the reader, which takes all output."""
+        self._count_tokens()
+        self._news.set()
+
+    def _count_tokens(self) -> None:
+        num_bytes, self._num_uncounted = self._num_uncounted, 0
+        self._count_bytes(num_bytes)
+
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
 
@@ -383,12 +442,13 @@ class LiveRequest:
             for stream in self.sequences:
                 if (event := self._next_event(stream)) is None:
                     continue
-                # The sequence may have more after the other sequences had their turns.
-                self._news.set()
                 failpoint("gateway.stream.before_write")
                 yield event
                 if self._error is not None:
                     raise self._error
+                if stream.has_output or stream.has_end:
+                    # After the other sequences have had their turns.
+                    self._news.set()
             if self.usage is not None and not self._news.is_set():
                 yield Completed(self.usage, self.prompt_logprobs)
                 return
@@ -411,12 +471,13 @@ class LiveRequest:
         yield Completed(self.usage, self.prompt_logprobs)
 
     def _next_event(self, stream: SequenceStream) -> Chunk | Finished | None:
+        if not stream.has_output:
+            return stream.take_finished()
         num_pending = stream.num_pending
         is_steady = self.request.is_steady
         chunk = _taken(self, stream.take_token if is_steady else partial(stream.take_chunk, self._max_chunk_tokens))
-        event = chunk or stream.take_finished()
         self._count_bytes((stream.num_pending - num_pending) * self._token_bytes.pending)
-        return event
+        return chunk or stream.take_finished()
 
     async def _wait_for_news(self) -> None:
         """Waits for news of the scheduler. Raises QuireError if the request failed."""

@@ -187,6 +187,8 @@ class Replicas(ReplicaTable):
         if replica is None:
             return
         outcome = self._ledger.apply_events(link.address, batch)
+        for live in outcome.arrivals.direct:
+            self._write_directly(live)
         if outcome.arrivals.num_tokens:
             self._on_tokens(link.address, outcome.arrivals)
         for live in outcome.ended_here:
@@ -212,6 +214,12 @@ class Replicas(ReplicaTable):
         placements.for_each(begun, lambda live: self._offers.offer_after_prompt(live, replica))
         for handle in outcome.unknown_handles:
             link.abort(handle)
+
+    def _write_directly(self, live: LiveRequest) -> None:
+        try:
+            live.write_directly()
+        except Exception as error:
+            self.placements.fail_unexpectedly(live, error)
 
     def on_not_sent(self, live: LiveRequest, error: Exception) -> None:
         self.placements.fail_unexpectedly(live, error)

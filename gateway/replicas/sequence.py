@@ -191,19 +191,31 @@ class SequenceStream:
         """The number of tokens that were not taken yet."""
         return len(self.token_ids) - self._taken
 
+    @property
+    def has_output(self) -> bool:
+        """Whether there are tokens or output that were not taken."""
+        return self.num_pending > 0 or self._last is not NOTHING or self._left_over is not NOTHING
+
+    @property
+    def has_end(self) -> bool:
+        """Whether the sequence has ended, and its end was not taken."""
+        return self.finished is not None and not self._finish_taken
+
     def take_chunk(self, max_tokens: int) -> Chunk | None:
         """The next tokens, at most `max_tokens`, or None if there is no output."""
-        self.drop_skipped()
+        if self._known_tokens > self._taken:
+            self.drop_skipped()
         offset, end = self._taken, min(self._taken + max_tokens, len(self.token_ids))
         count = end - offset
         output = self._unknown(self._take_output(count))
-        if end == len(self.token_ids):
+        if self._last is not NOTHING and end == len(self.token_ids):
             output, self._last = joined([output, self._unknown(self._last)]), NOTHING
-        output, self._left_over = joined([self._left_over, output]), NOTHING
+        if self._left_over is not NOTHING:
+            output, self._left_over = joined([self._left_over, output]), NOTHING
         if not count and not output:
             return None
         token_ids = self.token_ids[offset:end]
-        logprobs = TokenLogprobs(token_ids, self._take_logprobs(count))
+        logprobs = TokenLogprobs(token_ids, self._take_logprobs(count)) if self._pending_logprobs else ()
         return Chunk(self.index, offset, token_ids, output.text, logprobs, output.reasoning, output.tool_calls)
 
     def take_token(self) -> Chunk | None:
@@ -271,12 +283,16 @@ class SequenceStream:
 
     def _take_output(self, count: int) -> Output:
         """The output of the next `count` tokens, which are taken."""
-        pieces = self._pending[:count]
-        del self._pending[:count]
-        begin, self._taken = self._taken + len(pieces), self._taken + count
-        if begin < self._taken:
-            pieces.append(Output(self._detokenizer.push_all(self.token_ids[begin : self._taken])))
-        return joined(pieces)
+        begin, self._taken = self._taken, self._taken + count
+        pieces = list[Output]()
+        if self._pending:
+            pieces = self._pending[:count]
+            del self._pending[:count]
+            begin += len(pieces)
+        if begin == self._taken:
+            return joined(pieces)
+        new = Output(self._detokenizer.push_all(self.token_ids[begin : self._taken]))
+        return joined([*pieces, new]) if pieces else new
 
     def _take_logprobs(self, count: int) -> LogprobColumns | None:
         return self._pending_logprobs.take(count) if self._pending_logprobs else None

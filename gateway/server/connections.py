@@ -458,7 +458,7 @@ class HttpConnection(Protocol):
         )
         message_memory.set(body.held)
         if scope["http_version"] == "1.1" and scope["method"] == "POST":
-            scope["extensions"] = {**scope.get("extensions", {}), STREAM_PART: self.write_part}
+            scope["extensions"] = {**scope.get("extensions", {}), STREAM_PART: self}
         try:
             await self._application(scope, body.receive, body.send)
         except asyncio.CancelledError:

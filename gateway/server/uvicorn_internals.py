@@ -74,13 +74,15 @@ class Protocol(H11Protocol):
         self._application, self.app = self.app, answer
         self._refuse = refuse
 
-    def write_part(self, data: bytes) -> bool:
+    @property
+    def takes_parts(self) -> bool:
+        """Whether `write_part` may be called: the client does not have to be waited for, and has not left."""
+        return not (self.flow.write_paused or self.cycle is None or self.cycle.disconnected)
+
+    def write_part(self, data: bytes) -> None:
         """Writes a part of a streamed answer, of HTTP/1.1 without a length, past h11 and the layers of the application:
-        none of them changes such parts. Returns False without an effect if the client has to be waited for."""
-        if self.flow.write_paused or self.cycle is None or self.cycle.disconnected:
-            return False
+        none of them changes such parts."""
         self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
 
     def send_400_response(self, msg: str) -> None:
         # uvicorn calls this while it handles the error.

@@ -1,7 +1,7 @@
 """Incremental detokenization: token ids to text, as they come, with the clean-up of spaces if it is set."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol, cast
 
 # Byte-level and byte-fallback decoders write this for bytes that are not part of a character.
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -22,6 +22,21 @@ class SilentIds(Protocol):
 
     def __contains__(self, token_id: object, /) -> bool: ...
     def isdisjoint(self, token_ids: Collection[int], /) -> bool: ...
+
+
+class WholeTexts(dict[int, str | None]):
+    """The text of each token for a decoder of bytes, in which it does not depend on the tokens before it; None for a
+    token with a part of a character. An entry is made when it is first read."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], silent: SilentIds) -> None:
+        super().__init__()
+        self._decode = decode
+        self._silent = silent
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = "" if token_id in self._silent else self._decode((token_id,))
+        found = self[token_id] = None if _REPLACEMENT in text else text
+        return found
 
 
 class Detokenizer:
@@ -45,13 +60,17 @@ class Detokenizer:
         num_incomplete: Callable[[Sequence[int]], int],
         silent: SilentIds,
         context: Sequence[int] = (),
+        whole: Mapping[int, str | None] | None = None,
     ) -> None:
         """`decode` returns the text of token ids; `num_incomplete` returns the number of last tokens that begin a
         character without ending it. `silent` has the ids without text (special, unknown). `context` are the last tokens
-        with text before the sequence, which end with a whole character."""
+        with text before the sequence, which end with a whole character. `whole` has the texts of tokens if the decoder
+        is one of bytes (`WholeTexts`).
+        """
         self._decode = decode
         self._num_incomplete = num_incomplete
         self._silent = silent
+        self._whole = whole
         self._window = list(context)
         # The delivered part of the window's text, which starts with it unless a character is incomplete.
         self._delivered = decode(self._window) if context else ""
@@ -61,6 +80,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Takes the next token; returns the text that became certain with it, which may be empty."""
+        if self._whole is not None and not self._holds_text and (piece := self._whole[token_id]) is not None:
+            return piece
         if token_id in self._silent:
             return ""
         self._window.append(token_id)
@@ -77,7 +98,13 @@ class Detokenizer:
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Takes the next tokens; returns the text that became certain with them: that of `push`, token by token."""
+        if len(token_ids) == 1:
+            return self.push(token_ids[0])
         new = list(token_ids)
+        if self._whole is not None and not self._holds_text:
+            pieces = [self._whole[token_id] for token_id in new]
+            if None not in pieces:
+                return "".join(cast(list[str], pieces))
         if not self._silent.isdisjoint(new):
             new = [token_id for token_id in new if token_id not in self._silent]
         if len(new) > 1:
@@ -100,6 +127,11 @@ class Detokenizer:
             text = self._restart()
         rest, self._delivered = text[len(self._delivered) :], text
         return rest
+
+    @property
+    def _holds_text(self) -> bool:
+        """Whether text at the end of the window is held back."""
+        return self._boundary != len(self._window)
 
     def _is_incomplete(self, text: str) -> bool:
         """Whether the text differs from what was delivered only because a character at its end is incomplete."""

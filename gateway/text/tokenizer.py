@@ -9,11 +9,12 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import tokenizers
+import tokenizers.decoders
 import tokenizers.models
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
-from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, cleaned_up
+from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, WholeTexts, cleaned_up
 from gateway.types import TokenIds
 from quire.constraints.tokens import byte_level_alphabet
 from quire.model_files.model_directory import ModelDirectory
@@ -82,6 +83,9 @@ class Tokenizer:
         self._not_plain_text = _SilentIds(unknown.union(self.special_tokens.values()), self.size)
         self._never_text = _SilentIds(unknown, self.size)
         self._silent: dict[frozenset[str], _SilentIds] = {frozenset(): self._not_plain_text}
+        self._decodes_bytes = isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel)
+        # The texts of tokens, by the ids without text. Only for a decoder of bytes.
+        self._whole: dict[_SilentIds, WholeTexts] = {}
 
     @classmethod
     def open(cls, directory: ModelDirectory, executor: FairExecutor) -> Self:
@@ -163,7 +167,8 @@ class Tokenizer:
         """
         silent = self._never_text if include_special_tokens else self._silent_without(shown)
         context, incomplete = self._end_of(prompt, silent)
-        detokenizer = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context)
+        whole = self._whole.setdefault(silent, WholeTexts(self._decode_all, silent)) if self._decodes_bytes else None
+        detokenizer = Detokenizer(self._decode_all, self.token_texts.num_incomplete, silent, context, whole)
         for token_id in incomplete:
             detokenizer.push(token_id)
         return CleanedUp(detokenizer) if self._cleans_up else detokenizer

@@ -141,7 +141,7 @@ def comments_after_each_piece(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """Makes streams over HTTP send a keepalive comment after each piece, wherever a silence may be too long. Returns
     a list of the comments that were sent."""
     sent: list[bytes] = []
-    write = StreamedResponse._write
+    write, write_now = StreamedResponse._write, StreamedResponse.write_now
 
     async def write_comment_too(self: StreamedResponse, send: Send, data: bytes, *, is_last: bool = False) -> None:
         await write(self, send, data, is_last=is_last)
@@ -149,5 +149,11 @@ def comments_after_each_piece(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
             sent.append(self._comment)
             await write(self, send, self._comment)
 
+    def write_comment_now_too(self: StreamedResponse, data: bytes) -> None:
+        for each in (data, self._comment):
+            write_now(self, each)
+        sent.append(self._comment)
+
     monkeypatch.setattr(StreamedResponse, "_write", write_comment_too)
+    monkeypatch.setattr(StreamedResponse, "write_now", write_comment_now_too)
     return sent

@@ -111,6 +111,9 @@ class MessageShaper:
                 for each in self._blocks.end():
                     yield from self._block_event(each)
 
+    def repeats_form(self, sequence_index: int) -> bool:
+        return False
+
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.Event]:
         yield {"type": "message_delta", "delta": _stop_fields(self._finished), "usage": _usage(usages[0])}
         yield {"type": "message_stop"}

@@ -113,6 +113,9 @@ class WholeShaper:
     def event(self, position: int, event: Chunk | Finished) -> Iterable[Mapping[str, Any]]:
         return ()
 
+    def repeats_form(self, sequence_index: int) -> bool:
+        return False
+
     def end(self, usages: Sequence[Usage]) -> Iterable[Mapping[str, Any]]:
         return ()
 

@@ -97,6 +97,11 @@ class ChunkUsage:
         self._prompt_tokens = sum(len(each.request.prompt_token_ids) for each in live)
         self._completion_tokens = 0
 
+    @property
+    def repeats_form(self) -> bool:
+        """Whether it is the same in all chunks but the last one."""
+        return not (self.is_included and self._is_continuous)
+
     def after(self, event: Chunk | Finished) -> answers.ChunkUsage:
         """The `usage` in the chunks of `event`. Must be called once for each event, in order."""
         if not self.is_included:
@@ -269,6 +274,9 @@ class ChatShaper:
             # Only the first delta has the log probabilities and the tokens.
             logprobs, ids, prompt = None, answers.ChunkTokenIds(), answers.ChunkOfPrompt()
 
+    def repeats_form(self, sequence_index: int) -> bool:
+        return sequence_index in self._started and self._usage_so_far.repeats_form and not self._body.return_token_ids
+
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.ChatCompletionChunk]:
         metrics = request_metrics(self._body, [self._live], usages)
         if self._usage_so_far.is_included:
@@ -430,6 +438,10 @@ class CompletionShaper:
             **prompt,
         }
         yield {**self._chunk([choice]), **self._usage_so_far.after(event)}
+
+    def repeats_form(self, sequence_index: int) -> bool:
+        is_begun = (0, sequence_index) in self._begun
+        return is_begun and self._usage_so_far.repeats_form and not self._body.return_token_ids
 
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.CompletionChunk]:
         metrics = request_metrics(self._body, self._live, usages)

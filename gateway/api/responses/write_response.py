@@ -192,6 +192,9 @@ class ResponseShaper:
                 for each in self._blocks.end():
                     yield from self._block_event(each)
 
+    def repeats_form(self, sequence_index: int) -> bool:
+        return False
+
     def end(self, usages: Sequence[Usage]) -> Iterable[answers.ResponseStateEvent]:
         response = self._ended(self._blocks.all, self._reason, usages[0])
         kind = "response.incomplete" if response["status"] == _INCOMPLETE else "response.completed"
