@@ -1,0 +1,47 @@
+"""`quire scripted`: a gateway whose answers are written in rules, for tests of programs that call a model."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.rpc.process import imports_that_stay, run_service
+from quire.runtime.logs import LOG_LEVELS, begin_logging
+from quire.runtime.settings import ConfigurationError, load_settings, setting
+from quire.testing.rules import RuleError, read_rule_file
+
+PROGRAM = "quire scripted"
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedFlags:
+    """Answers requests by rules, over OpenAI's and Anthropic's APIs and gRPC; see docs/testing-agents.md."""
+
+    rules: Path | None = setting(None, "rules in JSON or YAML; without it, PUT /scripted/rules gives them")
+    http_port: int = setting(8000, "port for HTTP; 0 picks a free one", minimum=0, maximum=65535)
+    grpc_port: int = setting(50051, "port for gRPC; 0 picks a free one", minimum=0, maximum=65535)
+    host: str = setting("127.0.0.1", "address to listen on")
+    model_names: tuple[str, ...] = setting(
+        ("scripted",), "names of the model that answers with texts, such as the names that an agent is configured with"
+    )
+    embedding_names: tuple[str, ...] = setting(
+        ("scripted-embeddings",), "names of the model that answers with embeddings"
+    )
+    log_level: str = setting("warning", "log level", choices=LOG_LEVELS)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until a signal comes; returns 0, or 2 if rules or flags cannot be used."""
+
+    async def start() -> None:
+        flags = load_settings(ScriptedFlags, argv, os.environ, program=PROGRAM)
+        try:
+            rules = [] if flags.rules is None else read_rule_file(flags.rules)
+        except RuleError as error:
+            raise ConfigurationError(str(error)) from error
+        with imports_that_stay():
+            from quire_cli.scripted_server import serve
+        begin_logging("scripted", flags.log_level, "text", ScriptedFlags, os.environ, program=PROGRAM)
+        await serve(flags, rules)
+
+    return run_service(start, program=PROGRAM)
