@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from quire.rpc.process import imports_that_stay, run_service
 from quire.runtime.logs import LOG_LEVELS, begin_logging
 from quire.runtime.settings import ConfigurationError, load_settings, setting
@@ -39,7 +41,11 @@ def main(argv: Sequence[str]) -> int:
             rules = [] if flags.rules is None else read_rule_file(flags.rules)
         except RuleError as error:
             raise ConfigurationError(str(error)) from error
+        # A start is mostly imports. numpy would start threads for products, of which there are none, and pydantic would
+        # build the types of all bodies; it builds each at its first use.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with imports_that_stay():
+            BaseModel.model_config["defer_build"] = True
             from quire_cli.scripted_server import serve
         begin_logging("scripted", flags.log_level, "text", ScriptedFlags, os.environ, program=PROGRAM)
         await serve(flags, rules)

@@ -1,5 +1,5 @@
-"""The server of `quire scripted`: a real gateway, so that the wire is Quire's, and a scheduler that answers by rules, in
-one process without workers and without torch."""
+"""The server of `quire scripted`: a real gateway, so that the wire is Quire's, and a scheduler that answers by
+rules, in one process without workers and without torch."""
 
 import asyncio
 import json
