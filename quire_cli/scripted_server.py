@@ -2,6 +2,7 @@
 rules, in one process without workers and without torch."""
 
 import asyncio
+import dataclasses
 import json
 import logging
 import tempfile
@@ -23,10 +24,9 @@ from gateway.auth.keys import NoAuthenticator
 from gateway.settings import GatewaySettings
 from quire.runtime.entropy import ENTROPY, SystemEntropy
 from quire.service.model_flag import ModelFlag
-from quire.testing.rules import Received, Rule, read_rules, to_json
+from quire.testing.rules import Received, Rule, read_rules
 from quire.testing.scripted_model import REASONING_FORMAT, TEXT, TOOL_FORMAT, VECTORS, write_model
 from quire.testing.scripted_scheduler import CUT, Script, ScriptedScheduler
-from quire_cli.scripted import ScriptedFlags
 
 CONTROL = "/scripted/"
 """The path of rules and records on the HTTP port."""
@@ -36,32 +36,40 @@ _MAX_RULE_BYTES = 16 << 20
 _call: ContextVar[Received | None] = ContextVar("call of a scripted server", default=None)
 
 
-async def serve(flags: ScriptedFlags, rules: Sequence[Rule]) -> None:
-    """Serves until it is cancelled. Raises ConfigurationError if it cannot listen."""
+async def serve(
+    rules: Sequence[Rule], text_names: Sequence[str], vector_names: Sequence[str], **addresses: Any
+) -> None:
+    """Serves until it is cancelled.
+
+    Args:
+        text_names: Names of the model that answers with texts.
+        vector_names: Names of the model that answers with vectors.
+        addresses: Hosts and ports, as in GatewaySettings.
+
+    Raises:
+        ConfigurationError: it cannot listen.
+    """
     script = Script(rules)
     ENTROPY.set(_LinkingEntropy(script))
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="quire-scripted-")))
         models: list[ModelFlag] = []
-        addresses: list[str] = []
-        for model, (name, *aliases) in ((TEXT, flags.model_names), (VECTORS, flags.embedding_names)):
+        schedulers: list[str] = []
+        for model, (name, *aliases) in ((TEXT, text_names), (VECTORS, vector_names)):
             address = f"unix:{directory}/{model}.sock"
             await stack.enter_async_context(ScriptedScheduler(script, address, model))
             overrides = [("served-model-aliases", ",".join(aliases))] if aliases else []
             models.append(ModelFlag(name, str(write_model(directory, model)), tuple(overrides)))
-            addresses.append(f"{name}={address}")
+            schedulers.append(f"{name}={address}")
         settings = GatewaySettings(
-            http_host=flags.host,
-            http_port=flags.http_port,
-            grpc_host=flags.host,
-            grpc_port=flags.grpc_port,
             models=tuple(models),
-            schedulers=tuple(addresses),
+            schedulers=tuple(schedulers),
             fronts=_FRONTS,
             tool_call_parser=TOOL_FORMAT,
             reasoning_parser=REASONING_FORMAT,
             clamp_max_tokens="always",
             drain_timeout=0.0,
+            **addresses,
         )
         allow_open_files(settings.max_connections)
         gateway = await Gateway.start(
@@ -163,7 +171,7 @@ class _ScriptedHttp:
     async def _control(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["method"], scope["path"].removeprefix(CONTROL):
             case "GET", "requests":
-                records = [to_json(each) for each in self._script.records]
+                records = [dataclasses.asdict(each) for each in self._script.records]
                 status, answer = 200, {"requests": records, "unused_rules": self._script.unused}
             case "DELETE", "requests":
                 self._script.records.clear()

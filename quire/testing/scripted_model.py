@@ -3,11 +3,12 @@ so that a scheduler can read it from the tokens of a prompt."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quire.constraints.tokens import byte_level_alphabet
-from quire.testing.rules import Message, ToolCall
+from quire.testing.rules import Answer, Message, ToolCall
 
 TEXT, VECTORS = "scripted", "scripted-embeddings"
 """Names of the two models: answers of text, and vectors."""
@@ -63,16 +64,25 @@ def write_model(directory: Path, name: str) -> Path:
     return directory
 
 
-def read_prompt(token_ids: Sequence[int]) -> tuple[list[Message], list[str]]:
-    """The conversation in a prompt, and the names of the tools that it offers. A prompt that is no conversation is one
-    message of the role user."""
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation, the names of the tools that it offers, and whether its answer begins in the reasoning."""
+
+    messages: Sequence[Message]
+    tools: Sequence[str] = ()
+    has_begun_reasoning: bool = False
+
+
+def read_prompt(token_ids: Sequence[int]) -> Prompt:
+    """The conversation in a prompt. A prompt that is no conversation is one message of the role user."""
     text = bytes(each for each in token_ids if each < END).decode(errors="replace")
     try:
         content, _ = json.JSONDecoder().raw_decode(text)
         messages = [_message(each) for each in content["messages"]]
-        return messages, [each["function"]["name"] for each in content["tools"] or []]
+        tools = [each["function"]["name"] for each in content["tools"] or []]
+        return Prompt(messages, tools, text.rstrip().endswith("<think>"))
     except (ValueError, LookupError, TypeError):
-        return [Message("user", text)], []
+        return Prompt([Message("user", text)])
 
 
 def _message(content: dict[str, Any]) -> Message:
@@ -83,11 +93,14 @@ def _message(content: dict[str, Any]) -> Message:
     return Message(content["role"], text, calls, content.get("name"), content.get("tool_call_id"))
 
 
-def answer_texts(reasoning: str, pieces: Sequence[str], calls: Sequence[ToolCall]) -> list[str]:
+def answer_texts(answer: Answer, *, has_begun_reasoning: bool) -> list[str]:
     """The pieces of an answer as the model writes them."""
-    written = [json.dumps({"name": each.name, "arguments": each.arguments}, ensure_ascii=False) for each in calls]
+    calls = [
+        json.dumps({"name": each.name, "arguments": each.arguments}, ensure_ascii=False) for each in answer.tool_calls
+    ]
+    begin = "" if has_begun_reasoning else "<think>\n"
     return [
-        *([f"<think>\n{reasoning}\n</think>\n\n"] if reasoning else []),
-        *pieces,
-        *(f"\n<tool_call>\n{each}\n</tool_call>" for each in written),
+        *([f"{begin}{answer.reasoning}\n</think>\n\n"] if answer.reasoning or has_begun_reasoning else []),
+        *answer.streamed,
+        *(f"\n<tool_call>\n{each}\n</tool_call>" for each in calls),
     ]

@@ -16,7 +16,7 @@ from quire.scheduler.v1 import scheduler_pb2
 from quire.service.compatibility import UNKNOWN_MODEL
 from quire.testing.rules import STATUSES, Answer, Failure, Received, Rule
 from quire.testing.scheduler_servicer import SchedulerStream
-from quire.testing.scripted_model import END, MAX_TOKENS, TEXT, answer_texts, architecture_of, read_prompt
+from quire.testing.scripted_model import END, MAX_TOKENS, TEXT, Prompt, answer_texts, architecture_of, read_prompt
 
 CUT = "the connection is cut here by a rule"
 """The message of the failure that ends a request whose connection is to be cut. The HTTP port closes the connection in
@@ -54,11 +54,10 @@ class Script:
         if len(self._calls) > _MAX_RECORDS:
             del self._calls[next(iter(self._calls))]
 
-    def received(self, submit: scheduler_pb2.Submit) -> Received:
+    def received(self, nonce: int, prompt: Prompt) -> Received:
         """Records a request. Several requests of one call are several records."""
-        messages, tools = read_prompt(decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist())
-        call = self._calls.pop(submit.nonce, None) or Received()
-        record = dataclasses.replace(call, messages=messages, tools=tools, status="running")
+        call = self._calls.pop(nonce, None) or Received()
+        record = dataclasses.replace(call, messages=prompt.messages, tools=prompt.tools, status="running")
         call.status = "submitted"
         self.records.append(record)
         return record
@@ -152,13 +151,15 @@ class ScriptedScheduler(SchedulerStream):
         )
 
     def on_submit(self, submit: scheduler_pb2.Submit) -> None:
-        record = self._script.received(submit)
+        prompt = read_prompt(decode_int32(submit.prompt_token_ids, "prompt_token_ids").tolist())
+        record = self._script.received(submit.nonce, prompt)
         answer = self._script.answer(record)
         if (problem := self._misfit(answer, submit, record)) is not None:
             message = f"{record.rule} cannot answer this request: {problem}"
             answer = Answer(error=Failure(400, message, reason="RULE_DOES_NOT_FIT"))
-        is_vector = bool(answer.embedding)
-        texts = ["."] if is_vector else answer_texts(answer.reasoning, answer.streamed, answer.tool_calls)
+        texts = ["."] if answer.embedding else []
+        if not answer.embedding and (answer.error is None or answer.streamed):
+            texts = answer_texts(answer, has_begun_reasoning=prompt.has_begun_reasoning)
         pieces = deque(each.encode() for each in texts)
         due_at = self._clock() + answer.first_token_s
         self._running[submit.handle] = _Running(submit, answer, record, pieces, due_at)

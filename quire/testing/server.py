@@ -1,5 +1,6 @@
 """Servers that a test starts as child processes: a scripted one, and one with the embedded model."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -147,7 +148,7 @@ class ScriptedServer(ChildServer):
 
     def requests(self, **when: Any) -> list[Received]:
         """The requests that came, in order; only those that fit, if fields of `When` are given."""
-        found = self._call("GET", "requests")["requests"]
+        found: list[Any] = self._call("GET", "requests")["requests"]
         records: list[Received] = [read_value(Received, each, "record") for each in found]
         return [each for each in records if When(**when).fits(each)]
 
@@ -158,12 +159,12 @@ class ScriptedServer(ChildServer):
 
     def check(self) -> None:
         """Raises AssertionError if a rule was never used, or a request had no rule or was refused."""
-        content = self._call("GET", "requests")
-        problems = [f'the rule "{name}" was never used' for name in content["unused_rules"]]
-        for each in content["requests"]:
-            if each["status"] in ("no rule", "refused"):
-                last = (each.get("messages") or [{"text": each.get("body")}])[-1]["text"]
-                problems.append(f"a request to {each['path']} ended with {each['status']!r}: {str(last)[-200:]!r}")
+        unused: list[str] = self._call("GET", "requests")["unused_rules"]
+        problems = [f'the rule "{name}" was never used' for name in unused]
+        for each in self.requests():
+            if each.status in ("no rule", "refused"):
+                said = each.messages[-1].text if each.messages else str(each.body)
+                problems.append(f"a request to {each.path} ended with {each.status!r}: {said[-200:]!r}")
         if problems:
             raise AssertionError("\n".join(problems))
 
@@ -178,6 +179,10 @@ class ScriptedServer(ChildServer):
         except urllib.error.HTTPError as error:
             raise RuleError(json.load(error)["error"]) from None
         except OSError as error:
+            # A process that has just been killed is still there for a moment.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._running().wait(1.0)
+            self.check_alive()
             raise self._error(f"`quire {self.command}` does not answer: {error}") from error
 
 

@@ -44,6 +44,6 @@ def test_the_embedded_model_of_the_page_survives(tmp_path: Path) -> None:
 def test_the_rules_of_the_page_are_read(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(FILES["rules.yaml"])
-    with ScriptedServer("--rules", str(rules)) as server:
-        with pytest.raises(AssertionError, match='"look-up" was never used\nthe rule "tell" was never used'):
-            server.check()
+    unused = '"look-up" was never used\nthe rule "tell" was never used'
+    with ScriptedServer("--rules", str(rules)) as server, pytest.raises(AssertionError, match=unused):
+        server.check()
