@@ -26,7 +26,7 @@ from quire.runtime.entropy import ENTROPY, SystemEntropy
 from quire.service.model_flag import ModelFlag
 from quire.testing.rules import Received, Rule, read_rules
 from quire.testing.scripted_model import REASONING_FORMAT, TEXT, TOOL_FORMAT, VECTORS, write_model
-from quire.testing.scripted_scheduler import CUT, Script, ScriptedScheduler
+from quire.testing.scripted_servicer import CUT, Script, ScriptedScheduler
 
 CONTROL = "/scripted/"
 """The path of rules and records on the HTTP port."""

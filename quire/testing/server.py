@@ -40,6 +40,7 @@ class ChildServer:
         grpc_address: HOST:PORT of gRPC.
         http_url: http://HOST:PORT.
         log: The last 200 lines that it wrote.
+        exit_status: After it has ended.
     """
 
     command: str
@@ -49,6 +50,7 @@ class ChildServer:
         """`flags` are of the command; free ports unless they name some. `environ` has further variables."""
         self.grpc_address = self.http_url = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
+        self.exit_status: int | None = None
         ports = ["--http-port", "0", "--grpc-port", "0"]
         self._arguments = [*command_of("quire_cli.main"), self.command, *ports, *flags]
         self._environ = environ_of(os.environ | (environ or {}))
@@ -77,7 +79,8 @@ class ChildServer:
         until = time.monotonic() + self.ready_s
         while not self._is_ready.wait(0.005):
             if process.poll() is not None:
-                raise self._error(f"`quire {self.command}` ended with status {process.returncode} before it served")
+                self.stop()
+                raise self._error(f"`quire {self.command}` ended with status {self.exit_status} before it served")
             if time.monotonic() > until:
                 self.stop()
                 raise self._error(f"`quire {self.command}` did not serve within {self.ready_s:g} s")
@@ -94,6 +97,7 @@ class ChildServer:
             self._process.kill()
             self._process.wait()
         self._join()
+        self.exit_status = self._process.returncode
         self._process = None
 
     def __enter__(self) -> Self:
@@ -192,13 +196,18 @@ class EmbeddedServer(ChildServer):
     command = "serve"
     ready_s = 300.0
 
-    def __init__(self, *flags: str, environ: Mapping[str, str] | None = None) -> None:
+    _orders: tempfile.TemporaryDirectory[str] | None = None
+
+    def start(self) -> Self:
         self._orders = tempfile.TemporaryDirectory(prefix="quire-failpoints-")
-        super().__init__(*flags, environ={VARIABLE: self._orders.name, **(environ or {})})
+        self._environ[VARIABLE] = self._orders.name
+        return super().start()
 
     def stop(self) -> None:
         super().stop()
-        self._orders.cleanup()
+        if self._orders is not None:
+            self._orders.cleanup()
+            self._orders = None
 
     def kill_at(self, failpoint: str, passes: int = 1) -> None:
         """Ends the process that passes a failpoint, by SIGKILL at this pass from now on. `quire serve` restarts it."""
@@ -214,11 +223,16 @@ class EmbeddedServer(ChildServer):
 
     def clear(self) -> None:
         """Takes back all orders that were not carried out."""
-        for file in Path(self._orders.name).iterdir():
+        for file in self._watched().iterdir():
             file.unlink(missing_ok=True)
 
     def _order(self, failpoint: str, order: str) -> None:
-        write_order(Path(self._orders.name), failpoint, order)
+        write_order(self._watched(), failpoint, order)
+
+    def _watched(self) -> Path:
+        self._running()
+        assert self._orders is not None, "it has a directory while it runs"
+        return Path(self._orders.name)
 
 
 def write_order(directory: Path, failpoint: str, order: str) -> None:
