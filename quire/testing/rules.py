@@ -1,19 +1,12 @@
 """Rules of a scripted server: which requests a rule is for, and how it answers them. As Python objects, and as JSON or
 YAML for tests in other languages."""
 
-import dataclasses
-import difflib
-import functools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
-_JSON_NAMES = {str: "a text", bool: "true or false", int: "an integer", float: "a number"}
+from typing import Any
 
 
 class RuleError(ValueError):
@@ -157,7 +150,7 @@ class When:
         """Whether a request is one of them."""
         texts = [message.text for message in request.messages]
         searched = [
-            (self.last, [texts[-1] if texts else ""]),
+            (self.last, texts[-1:]),
             (self.system, [each.text for each in request.messages if each.role in ("system", "developer")]),
             (self.any, texts),
             (self.path, [request.path]),
@@ -170,19 +163,17 @@ class When:
             (self.key, request.key),
         ]
         return (
-            all(pattern is None or any_found(pattern, found) for pattern, found in searched)
-            and all(wanted is None or wanted == value for wanted, value in equal)
+            all(wanted is None or wanted == value for wanted, value in equal)
             and (self.tool is None or self.tool in request.tools)
+            and all(
+                pattern is None or any(re.search(pattern, text, re.DOTALL) for text in found)
+                for pattern, found in searched
+            )
         )
 
     def __str__(self) -> str:
-        given = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
         return ", ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, {})) or "any"
-
-
-def any_found(pattern: str, texts: Iterable[str]) -> bool:
-    """Whether a regular expression is found in one of the texts."""
-    return any(re.search(pattern, text, re.DOTALL) for text in texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,38 +247,50 @@ class Received:
         return self.body.get("model") if isinstance(self.body, dict) else None
 
 
-def to_json(value: Any) -> Any:
-    """The JSON of rules or records: fields that have their defaults are left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given: dict[str, Any] = {}
-        for each in dataclasses.fields(value):
-            content = getattr(value, each.name)
-            made = each.default_factory() if each.default_factory is not dataclasses.MISSING else each.default
-            if content != made:
-                given[each.name] = to_json(content)
-        return given
-    if isinstance(value, Mapping):
-        return {str(name): to_json(each) for name, each in value.items()}
-    return [to_json(each) for each in value] if isinstance(value, list | tuple) else value
+def read_record(content: Mapping[str, Any]) -> Received:
+    """A record from its JSON."""
+    messages = [
+        Message(**{**each, "tool_calls": [ToolCall(**call) for call in each["tool_calls"]]})
+        for each in content["messages"]
+    ]
+    return Received(**{**content, "messages": messages})
 
 
 def read_rules(content: Any) -> list[Rule]:
-    """The rules of {"rules": [...]} or of the list itself. `answer` stands for one of `answers`, and a text for an
-    answer with only this text. Raises RuleError."""
-    if isinstance(content, dict):
-        if unknown := content.keys() - {"rules"}:
-            raise RuleError(f'the file has "{min(unknown)}"; its one field is "rules", a list')
-        content = content.get("rules")
-    if not isinstance(content, list):
-        raise RuleError(f'"rules" is {_shown(content)}; it must be a list of rules')
-    rules = [_read_rule(each, f"rules[{position}]") for position, each in enumerate(content)]
-    names = [each.name for each in rules if each.name]
+    """The rules of {"rules": [...]}. `answer` stands for one of `answers`, and a text for an answer with only this
+    text. Raises RuleError."""
+    # Only servers read rules, and they have imported it for the gateway.
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    for each in (Rule, When, Answer, ToolCall, Failure):
+        each.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+    if not isinstance(content, dict) or content.keys() != {"rules"} or not isinstance(content["rules"], list):
+        raise RuleError('rules are an object with the one field "rules", a list')
+    try:
+        # As JSON, since strict types of Python values would be instances of the classes.
+        rules = TypeAdapter(list[Rule]).validate_json(json.dumps([*map(_in_full, content["rules"])], default=str))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in first["loc"])
+        is_unknown = first["type"] == "unexpected_keyword_argument"
+        problem = "there is no such field" if is_unknown else first["msg"].removeprefix("Value error, ")
+        raise RuleError(f"rules{place}: {problem}") from None
+    named = [each if each.name else replace(each, name=f"rules[{position}]") for position, each in enumerate(rules)]
+    names = [each.name for each in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise RuleError(f'two rules have the name "{twice}"; names must differ')
-    return [
-        each if each.name else dataclasses.replace(each, name=f"rules[{position}]")
-        for position, each in enumerate(rules)
-    ]
+    return named
+
+
+def _in_full(content: Any) -> Any:
+    """A rule whose answers are written in their full form."""
+    if not isinstance(content, dict):
+        return content
+    answers = content.get("answers", [content["answer"]] if "answer" in content else None)
+    if isinstance(answers, list):
+        answers = [{"text": each} if isinstance(each, str) else each for each in answers]
+    rest = {name: each for name, each in content.items() if name != "answer" or "answers" in content}
+    return rest if answers is None else rest | {"answers": answers}
 
 
 def read_rule_file(path: Path) -> list[Rule]:
@@ -295,9 +298,6 @@ def read_rule_file(path: Path) -> list[Rule]:
     if the package for YAML is missing."""
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RuleError(f"cannot read {path}: {error}") from error
-    try:
         if path.suffix not in (".yaml", ".yml"):
             return read_rules(json.loads(text))
         import yaml
@@ -305,72 +305,6 @@ def read_rule_file(path: Path) -> list[Rule]:
         try:
             return read_rules(yaml.safe_load(text))
         except yaml.YAMLError as error:
-            raise RuleError(f"no YAML: {' '.join(str(error).split())}") from error
-    except ValueError as error:
-        raise RuleError(f"{path}: {error}") from error
-
-
-def _read_rule(content: Any, place: str) -> Rule:
-    if isinstance(content, dict) and "answer" in content:
-        if "answers" in content:
-            raise RuleError(f"{place} has answer and answers; give one of them")
-        content = {name: value for name, value in content.items() if name != "answer"} | {
-            "answers": [content["answer"]]
-        }
-    return read_value(Rule, content, place)
-
-
-def read_value(kind: Any, content: Any, place: str) -> Any:
-    """A value of a type from JSON; `place` is for errors. Raises RuleError."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return content
-    if origin in (Union, UnionType):
-        if content is None and NoneType in arguments:
-            return None
-        return read_value(next(each for each in arguments if each is not NoneType), content, place)
-    if dataclasses.is_dataclass(kind):
-        return _read_fields(kind, {"text": content} if kind is Answer and isinstance(content, str) else content, place)
-    if origin is not None and issubclass(origin, Mapping):
-        _check(isinstance(content, dict), content, place, "an object")
-        return {name: read_value(arguments[1], each, f"{place}.{name}") for name, each in content.items()}
-    if origin is not None:
-        _check(isinstance(content, list), content, place, "a list")
-        return [read_value(arguments[0], each, f"{place}[{position}]") for position, each in enumerate(content)]
-    allowed = (int, float) if kind is float else kind
-    _check(isinstance(content, allowed) and isinstance(content, bool) == (kind is bool), content, place, _name(kind))
-    return content
-
-
-def _read_fields(kind: type[T], content: Any, place: str) -> T:
-    _check(isinstance(content, dict), content, place, f"an object of {', '.join(_types_of(kind))}")
-    for name in content:
-        if name not in _types_of(kind):
-            near = difflib.get_close_matches(str(name), _types_of(kind), n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_types_of(kind))}"
-            raise RuleError(f'{place} has "{name}", which is not a field; {hint}')
-    values = {name: read_value(_types_of(kind)[name], each, f"{place}.{name}") for name, each in content.items()}
-    try:
-        return kind(**values)
-    except RuleError as error:
-        raise RuleError(f"{place}: {error}") from None
-    except TypeError as error:
-        raise RuleError(f"{place}: {str(error).partition(' ')[2]}") from None
-
-
-@functools.cache
-def _types_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _name(kind: type) -> str:
-    return _JSON_NAMES[kind]
-
-
-def _check(is_valid: bool, content: Any, place: str, expected: str) -> None:
-    if not is_valid:
-        raise RuleError(f"{place} is {_shown(content)}; it must be {expected}")
-
-
-def _shown(content: Any) -> str:
-    return json.dumps(content, default=str)[:80]
+            raise RuleError(" ".join(str(error).split())) from error
+    except (OSError, ValueError) as error:
+        raise RuleError(f"cannot use {path}: {error}") from error

@@ -12,13 +12,14 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
 import quire
 from quire.rpc.process import command_of, environ_of
 from quire.runtime.failpoint import NAMES, VARIABLE
-from quire.testing.rules import Received, Rule, RuleError, When, read_value, to_json
+from quire.testing.rules import Received, Rule, RuleError, When, read_record
 
 _READY = "quire: ready "
 _LOG_LINES = 200
@@ -148,13 +149,12 @@ class ScriptedServer(ChildServer):
 
     def set_rules(self, *rules: Rule) -> None:
         """Replaces all rules. The first one that fits a request answers it. Raises RuleError."""
-        self._call("PUT", "rules", {"rules": [to_json(each) for each in rules]})
+        self._call("PUT", "rules", {"rules": [asdict(each) for each in rules]})
 
     def requests(self, **when: Any) -> list[Received]:
         """The requests that came, in order; only those that fit, if fields of `When` are given."""
         found: list[Any] = self._call("GET", "requests")["requests"]
-        records: list[Received] = [read_value(Received, each, "record") for each in found]
-        return [each for each in records if When(**when).fits(each)]
+        return [each for each in map(read_record, found) if When(**when).fits(each)]
 
     def reset(self) -> None:
         """Forgets all rules and requests."""

@@ -173,12 +173,10 @@ async def test_structured_answers_embeddings_and_answers_that_do_not_fit(
 
 def test_a_server_that_cannot_start_or_has_ended_shows_its_last_lines(tmp_path: Path) -> None:
     rules = tmp_path / "rules.json"
-    rules.write_text('[{"answer": "hi", "when": {"lst": "a"}}]')
-    with pytest.raises(
-        ServerError, match=r'ended with status 2 .*(?s:.*)"lst", which is not a field; did you mean last'
-    ):
+    rules.write_text('{"rules": [{"answer": "hi", "when": {"lst": "a"}}]}')
+    with pytest.raises(ServerError, match=r"ended with status 2 .*(?s:.*)rules\[0\].when.lst: there is no such field"):
         ScriptedServer("--rules", str(rules)).start()
-    rules.write_text('[{"answer": "hi"}]')
+    rules.write_text('{"rules": [{"answer": "hi"}]}')
     with ScriptedServer("--rules", str(rules), "--model-names", "gpt-x,gpt-y") as server:
         names = [each["id"] for each in httpx.get(f"{server.base_url}/models").json()["data"]]
         assert {"gpt-x", "gpt-y"} <= {*names}

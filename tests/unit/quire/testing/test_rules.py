@@ -1,13 +1,14 @@
 """Rules of scripted servers, from JSON and as objects."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire.testing import Answer, Failure, Message, Received, Rule, RuleError, ToolCall, When, read_rule_file, rule
-from quire.testing.rules import read_rules, to_json
+from quire.testing.rules import read_rules
 
 RULES = [
     rule("first", Answer(pieces=["a", "b"], cut=True, first_token_s=0.5), name="words", last="^hello", times=3),
@@ -28,26 +29,33 @@ RULES = [
 def test_rules_are_the_same_after_they_were_written_to_a_file(ending: str, tmp_path: Path) -> None:
     # JSON is YAML, too.
     file = tmp_path / f"rules.{ending}"
-    file.write_text(json.dumps({"rules": to_json(RULES)}))
-    assert read_rule_file(file) == RULES
+    content = {"rules": [asdict(each) for each in RULES]}
+    file.write_text(json.dumps(content))
+    assert json.loads(json.dumps([asdict(each) for each in read_rule_file(file)])) == json.loads(
+        json.dumps(content["rules"])
+    )
 
 
 def test_short_forms_of_answers_are_read() -> None:
     short = [{"answer": "a"}, {"answers": ["b", {"text": "c"}], "name": "named"}]
-    assert read_rules(short) == [Rule([Answer("a")], name="rules[0]"), Rule([Answer("b"), Answer("c")], name="named")]
+    assert read_rules({"rules": short}) == [
+        Rule([Answer("a")], name="rules[0]"),
+        Rule([Answer("b"), Answer("c")], name="named"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (5, '"rules" is 5; it must be a list of rules'),
-        ({"rule": []}, 'the file has "rule"; its one field is "rules", a list'),
-        ([{"answer": {"txt": "a"}}], 'rules[0].answers[0] has "txt", which is not a field; did you mean text?'),
-        ([{"answer": {"text": 1}}], "rules[0].answers[0].text is 1; it must be a text"),
-        ([{"answer": {"first_token_s": True}}], "rules[0].answers[0].first_token_s is true; it must be a number"),
-        ([{"when": {}}], "rules[0]: missing 1 required positional argument: 'answers'"),
+        (5, 'rules are an object with the one field "rules", a list'),
+        ({"rule": []}, 'rules are an object with the one field "rules", a list'),
+        ({"rules": [5]}, "rules[0]: Input should be an object"),
+        ([{"answer": {"txt": "a"}}], "rules[0].answers[0].txt: there is no such field"),
+        ([{"answer": {"text": 1}}], "rules[0].answers[0].text: Input should be a valid string"),
+        ([{"answer": {"first_token_s": True}}], "rules[0].answers[0].first_token_s: Input should be a valid number"),
+        ([{"when": {}}], "rules[0].answers: Field required"),
         ([{"answers": []}], "rules[0]: a rule needs at least one answer"),
-        ([{"answer": "a", "answers": []}], "rules[0] has answer and answers; give one of them"),
+        ([{"answer": "a", "answers": []}], "rules[0].answer: there is no such field"),
         ([{"answer": "a", "when": {"last": "("}}], "rules[0].when: last is '(', which is no regular expression"),
         ([{"answer": {"error": {"status": 418}}}], "rules[0].answers[0].error: status is 418; Quire answers with one"),
         ([{"answer": {"text": "a", "json": {}}}], "rules[0].answers[0]: text and json are both the content"),
@@ -57,7 +65,7 @@ def test_short_forms_of_answers_are_read() -> None:
 )
 def test_rules_that_cannot_work_name_the_place_and_the_expectation(content: Any, says: str) -> None:
     with pytest.raises(RuleError) as caught:
-        read_rules(content)
+        read_rules({"rules": content} if isinstance(content, list) else content)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
