@@ -60,8 +60,8 @@ def main(argv: Sequence[str]) -> int:
             rules = [] if flags.rules is None else read_rule_file(flags.rules)
         except RuleError as error:
             raise ConfigurationError(str(error)) from error
-        # A start is mostly imports. numpy would start threads for products, of which there are none, and pydantic would
-        # build the types of all bodies; it builds each at its first use.
+        # A start is mostly imports. numpy would start threads for products of matrices, and pydantic would build
+        # the types of all bodies; now it builds each at its first use.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with imports_that_stay():
             BaseModel.model_config["defer_build"] = True

@@ -131,7 +131,7 @@ class _ScriptedHttp:
         call = Received(scope["path"], headers, None if shown is None else _key_of(shown), status="refused")
         _call.set(call)
         content = bytearray()
-        has_started = False
+        has_begun = False
 
         async def receive_noted() -> Message:
             message = await receive()
@@ -144,24 +144,19 @@ class _ScriptedHttp:
             return message
 
         async def send_unless_cut(message: Message) -> None:
-            nonlocal has_started
+            nonlocal has_begun
             if CUT.encode() in message.get("body", b""):
-                if not has_started:
+                if not has_begun:
+                    # In place of the start of an error, which the server holds until its body comes.
                     await send({"type": "http.response.start", "status": 200, "headers": []})
                 # The server closes the connection of a call that is cancelled.
                 raise asyncio.CancelledError
-            if message["type"] == "http.response.start" and has_length(message):
-                held.append(message)
-                return
-            has_started = True
-            for each in (*held, message):
-                await send(each)
-            held.clear()
+            has_begun = has_begun or (
+                message["type"] == "http.response.start"
+                and not any(name == b"content-length" for name, _ in message["headers"])
+            )
+            await send(message)
 
-        def has_length(message: Message) -> bool:
-            return any(name == b"content-length" for name, _ in message.get("headers", ()))
-
-        held: list[Message] = []
         # Parts of streams come by `send`, too.
         extensions = {name: each for name, each in scope.get("extensions", {}).items() if name != STREAM_PART}
         await self._app({**scope, "extensions": extensions}, receive_noted, send_unless_cut)

@@ -112,7 +112,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class When:
-    """The requests that a rule is for: those that fit all that is given. Texts are regular expressions, found anywhere.
+    """The requests that a rule is for: they fit all conditions that are given. Texts are regular expressions, found
+    anywhere.
 
     Attributes:
         last: The text of the last message, or the prompt, or the text to embed.

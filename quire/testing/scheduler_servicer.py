@@ -57,8 +57,6 @@ class SchedulerStream(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._credit: int | None = None
         self._num_sent = 0
 
-    # What a subclass decides.
-
     def welcome(self) -> scheduler_pb2.Welcome:
         """The properties of the replica."""
         raise NotImplementedError
@@ -94,8 +92,6 @@ class SchedulerStream(scheduler_pb2_grpc.SchedulerServiceServicer):
     def step(self) -> scheduler_pb2.TokenEvents:
         """The events of the step that is due."""
         raise NotImplementedError
-
-    # Its life.
 
     async def start(self) -> None:
         """Listens, at the earlier address if there was one."""

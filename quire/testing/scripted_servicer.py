@@ -70,7 +70,7 @@ class Script:
                 self._num_used[number] += 1
                 request.rule = rule.name
                 return rule.answers[min(count, len(rule.answers) - 1)]
-        return Answer(error=Failure(400, self._no_rule(request), reason="NO_RULE"))
+        return Answer(error=Failure(400, self._no_rule(request)))
 
     def _no_rule(self, request: Received) -> str:
         last = request.messages[-1]
@@ -156,7 +156,7 @@ class ScriptedScheduler(SchedulerStream):
         answer = self._script.answer(record)
         if (problem := self._misfit(answer, submit, record)) is not None:
             message = f"{record.rule} cannot answer this request: {problem}"
-            answer = Answer(error=Failure(400, message, reason="RULE_DOES_NOT_FIT"))
+            answer = Answer(error=Failure(400, message))
         texts = ["."] if answer.embedding else []
         if not answer.embedding and (answer.error is None or answer.streamed):
             texts = answer_texts(answer, has_begun_reasoning=prompt.has_begun_reasoning)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import quire
 from quire.rpc.process import command_of, environ_of
@@ -24,7 +24,7 @@ from quire.testing.rules import Received, Rule, RuleError, When, read_record
 _READY = "quire: ready "
 _LOG_LINES = 200
 _SHOWN_LINES = 20
-# What a server needs for requests that still run, and a supervisor for its services.
+# A server ends its last requests, and a supervisor its services.
 _STOP_S = 30.0
 # Runs a command that dies with this process, however this one ends.
 _LAUNCHER = Path(quire.__file__).resolve().parents[1] / "quire_cli" / "supervisor" / "launch.py"
@@ -57,7 +57,7 @@ class ChildServer:
         self._environ = environ_of(os.environ | (environ or {}))
         self._process: subprocess.Popen[str] | None = None
         self._is_ready = threading.Event()
-        self._readers: list[threading.Thread] = []
+        self._reader = threading.Thread()
 
     @property
     def base_url(self) -> str:
@@ -71,12 +71,16 @@ class ChildServer:
     def start(self) -> Self:
         """Starts it and waits until it serves. Raises ServerError."""
         self._is_ready.clear()
-        launched = [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), "0", *self._arguments]
-        pipe = subprocess.PIPE
-        process = self._process = subprocess.Popen(launched, stdout=pipe, stderr=pipe, text=True, env=self._environ)
-        self._readers = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in self._outputs()]
-        for reader in self._readers:
-            reader.start()
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), "0", *self._arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._environ,
+        )
+        assert process.stdout is not None, "it is a pipe"
+        self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
+        self._reader.start()
         until = time.monotonic() + self.ready_s
         while not self._is_ready.wait(0.005):
             if process.poll() is not None:
@@ -97,7 +101,7 @@ class ChildServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._join()
+        self._reader.join()
         self.exit_status = self._process.returncode
         self._process = None
 
@@ -118,10 +122,7 @@ class ChildServer:
             raise ServerError(f"`quire {self.command}` is not started")
         return self._process
 
-    def _outputs(self) -> list[Any]:
-        return [self._running().stdout, self._running().stderr]
-
-    def _read(self, lines: Any) -> None:
+    def _read(self, lines: TextIO) -> None:
         with lines:
             for line in lines:
                 self.log.append(line.rstrip("\n"))
@@ -130,13 +131,9 @@ class ChildServer:
                     self.grpc_address, self.http_url = places["grpc"], f"http://{places['http']}"
                     self._is_ready.set()
 
-    def _join(self) -> None:
-        for reader in self._readers:
-            reader.join()
-
     def _error(self, problem: str) -> ServerError:
-        if self._process is not None and self._process.poll() is not None:
-            self._join()
+        if self._process is None or self._process.poll() is not None:
+            self._reader.join()
         shown = "\n".join(f"  {line}" for line in [*self.log][-_SHOWN_LINES:])
         return ServerError(f"{problem}; its last lines:\n{shown or '  (none)'}")
 
@@ -152,7 +149,7 @@ class ScriptedServer(ChildServer):
         self._call("PUT", "rules", {"rules": [asdict(each) for each in rules]})
 
     def requests(self, **when: Any) -> list[Received]:
-        """The requests that came, in order; only those that fit, if fields of `When` are given."""
+        """The requests that came, in order; with fields of `When` only the requests that fit."""
         found: list[Any] = self._call("GET", "requests")["requests"]
         return [each for each in map(read_record, found) if When(**when).fits(each)]
 

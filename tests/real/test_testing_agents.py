@@ -17,7 +17,7 @@ FILES = dict(re.findall(r'```\w+ title="(\S+)"\n(.*?)```', PAGE, re.DOTALL))
 
 
 def run_suite(directory: Path, *names: str, environ: Mapping[str, str] = os.environ) -> str:
-    """What pytest prints for these files of the page, all of which must pass."""
+    """The output of pytest for these files of the page, whose tests must all pass."""
     for name in ("conftest.py", *names):
         (directory / name).write_text(FILES[name])
     tests = [name for name in names if name.startswith("test_")]
