@@ -81,7 +81,8 @@ async def serve(
         try:
             while not gateway.is_ready and not running.done():  # noqa: ASYNC110  (for some milliseconds)
                 await asyncio.sleep(0.002)
-            print(f"quire: ready grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
+            if gateway.is_ready:
+                print(f"quire: ready grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
             await running
         finally:
             running.cancel()

@@ -69,13 +69,14 @@ class ChildServer:
         return self._running().pid
 
     def start(self) -> Self:
-        """Starts it and waits until it serves. Raises ServerError."""
+        """Starts it and waits until it serves. It ends with the thread that calls this. Raises ServerError."""
         self._is_ready.clear()
         self._process = process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), "0", *self._arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             env=self._environ,
         )
         assert process.stdout is not None, "it is a pipe"
@@ -101,7 +102,7 @@ class ChildServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join()
+        self._reader.join(_STOP_S)
         self.exit_status = self._process.returncode
         self._process = None
 
@@ -133,7 +134,7 @@ class ChildServer:
 
     def _error(self, problem: str) -> ServerError:
         if self._process is None or self._process.poll() is not None:
-            self._reader.join()
+            self._reader.join(_STOP_S)
         shown = "\n".join(f"  {line}" for line in [*self.log][-_SHOWN_LINES:])
         return ServerError(f"{problem}; its last lines:\n{shown or '  (none)'}")
 
