@@ -8,6 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+# The attribute of a dataclass that pydantic reads.
+_CONFIG = "__pydantic_config__"
+
 
 class RuleError(ValueError):
     """Rules that cannot work; the message names the place, the value and the expectation in one line."""
@@ -264,7 +267,7 @@ def read_rules(content: Any) -> list[Rule]:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     for each in (Rule, When, Answer, ToolCall, Failure):
-        each.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+        setattr(each, _CONFIG, ConfigDict(extra="forbid", strict=True))
     if not isinstance(content, dict) or content.keys() != {"rules"} or not isinstance(content["rules"], list):
         raise RuleError('rules are an object with the one field "rules", a list')
     try:

@@ -106,7 +106,8 @@ REQUEST = Received(
 def test_a_rule_is_for_requests_that_fit_all_of_its_conditions(fits: dict[str, Any], others: dict[str, Any]) -> None:
     assert When(**fits).fits(REQUEST)
     assert not When(**others).fits(REQUEST)
-    assert not When(**({"last": "weather"} | others)).fits(REQUEST)
+    both: dict[str, Any] = {"last": "weather"} | others
+    assert not When(**both).fits(REQUEST)
 
 
 def test_a_text_streams_word_by_word_if_pieces_come_one_after_the_other() -> None:
