@@ -140,7 +140,7 @@ class ChildServer:
 
 
 class ScriptedServer(ChildServer):
-    """A real gateway whose answers are written in rules. It is ready within about a second, without torch."""
+    """A real gateway whose answers are written in rules. It serves after about a second, without torch."""
 
     command = "scripted"
     ready_s = 60.0
