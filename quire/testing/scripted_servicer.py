@@ -21,7 +21,7 @@ from quire.testing.scripted_model import END, MAX_TOKENS, TEXT, Prompt, answer_t
 CUT = "the connection is cut here by a rule"
 """The message of the failure that ends a request whose connection is to be cut. The HTTP port closes the connection in
 its place."""
-_MAX_RECORDS = 10_000
+_MAX_RECORDS = 1000
 _BLOCK_SIZE = 16
 _REASONS = {"stop": common_pb2.FINISH_REASON_STOP, "length": common_pb2.FINISH_REASON_LENGTH}
 
@@ -30,7 +30,7 @@ class Script:
     """The rules of a server, and the requests that came.
 
     Attributes:
-        records: The last 10,000 requests in the order of their arrival.
+        records: The last 1,000 requests in the order of their arrival.
     """
 
     def __init__(self, rules: Sequence[Rule]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from quire.gateway.v1 import generation_pb2_grpc
-from quire.testing import Answer, Failure, ScriptedServer, ServerError, ToolCall, context_too_long, rule
+from quire.testing import Answer, Failure, RuleError, ScriptedServer, ServerError, ToolCall, context_too_long, rule
 from tests.support.fronts import CHATS, FRONTS, Front, KServe
 from tests.support.gateway_process import RunningGateway
 from tests.support.processes import is_alive, wait_true
@@ -144,6 +144,8 @@ async def test_records_have_what_a_client_sent_by_key_and_by_header(
     await doors.http.post("/v1/chat/completions", json={"model": "scripted", "messages": 5})
     assert quire_scripted.requests()[-1].status == "refused"
     unused = rule("never", last="never", name="never")
+    with pytest.raises(RuleError, match='the rules are not taken: two rules have the name "never"'):
+        quire_scripted.set_rules(unused, unused)
     quire_scripted.set_rules(unused)
     with pytest.raises(AssertionError, match='the rule "never" was never used'):
         quire_scripted.check()
