@@ -41,6 +41,7 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError
 from quire.runtime import failpoint
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.testing.server import write_order
 
 _READY_TIMEOUT_S, _FAULT_TIMEOUT_S, _CALL_TIMEOUT_S = 90.0, 240.0, 600.0
 _OVERLAP = 0.25
@@ -158,7 +159,7 @@ def _kill_at(name: str, provoke: Fault | None = None) -> Fault:
     """Kills the process that passes this failpoint; `provoke` leads to it."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
-        _order(cluster, name, f"kill {rng.randint(1, 30 if provoke is None else 2)}")
+        write_order(cluster.failpoints, name, f"kill {rng.randint(1, 30 if provoke is None else 2)}")
         if provoke is not None:
             await provoke(cluster, rng)
         place, ends_at = cluster.failpoints / name, time.monotonic() + _FAILPOINT_S
@@ -175,16 +176,10 @@ async def _wait_at_failpoints(cluster: Cluster, rng: random.Random) -> None:
     """Delays each pass of some failpoints."""
     chosen = rng.sample(failpoint.NAMES, 3)
     for name in chosen:
-        _order(cluster, name, f"delay {rng.uniform(0.001, 0.2):.3f}")
+        write_order(cluster.failpoints, name, f"delay {rng.uniform(0.001, 0.2):.3f}")
     await asyncio.sleep(rng.uniform(1, 5))
     for name in chosen:
         (cluster.failpoints / name).unlink()
-
-
-def _order(cluster: Cluster, name: str, order: str) -> None:
-    written = cluster.directory / "order"
-    written.write_text(order)
-    written.replace(cluster.failpoints / name)
 
 
 def _pids_of(cluster: Cluster, kind: str) -> list[int]:

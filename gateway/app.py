@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 import grpc.aio
+from starlette.types import ASGIApp
 
 from gateway.api.body import BodyLimits
 from gateway.api.field_rule import FieldRule
@@ -106,9 +107,16 @@ class Gateway:
 
     @classmethod
     async def start(
-        cls, settings: GatewaySettings, metrics: GatewayMetrics | None = None, resolver: Resolver | None = None
+        cls,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics | None = None,
+        resolver: Resolver | None = None,
+        *,
+        authenticator: Authenticator | None = None,
+        around_http: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     ) -> Self:
-        """Listens on both ports, and connects to schedulers in the background. `resolver` resolves DNS names.
+        """Listens on both ports, and connects to schedulers in the background. `resolver` resolves DNS names, and
+        `authenticator` replaces the one of the settings. `around_http` makes the application of the HTTP port.
 
         Raises:
             ConfigurationError: the model directory, a file or an address cannot be used; the message has one line.
@@ -125,7 +133,7 @@ class Gateway:
             own = [(each.model.name, each.metrics.records, each.replicas) for each in models]
             vllm = VllmMetrics(own, metrics.http_answers, gateway_id)
             metrics.show(vllm, vllm.refresh)
-        authenticator = _make_authenticator(settings, metrics)
+        authenticator = authenticator or _make_authenticator(settings, metrics)
         turns = TenantTurns()
         rule = FieldRule(settings.strict_fields, metrics.count_ignored_fields)
         entries = EntryLimits(settings.max_chat_messages)
@@ -143,7 +151,7 @@ class Gateway:
         context.opened.extend([open_grpc(context), shared])
         for open_front in open_fronts:
             context.opened.append(open_front(context))
-        app = make_http_app(context)
+        app = around_http(make_http_app(context))
         # The maximum of one tenant. Without key files all callers are one tenant, which needs no maximum of its own.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
@@ -170,6 +178,11 @@ class Gateway:
         _logger.info('serving "%s": gRPC on %s, HTTP on %s', names, rpc.address, http.address)
         _warn_if_open(settings, rpc.address, http.address, is_encrypted=tls.public is not None)
         return cls(context, rpc, http, idle_calls)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request to one of the models would run at once."""
+        return self._models.is_ready
 
     async def run(self) -> None:
         """Runs until it is cancelled or stopped, or a part of the gateway fails."""

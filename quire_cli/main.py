@@ -84,6 +84,9 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         "simulate": Command.of(
             "quire_cli.simulate", "SimulateFlags", "simulate a replica under load: latencies, and what limits them"
         ),
+        "scripted": Command.of(
+            "quire_cli.scripted", "ScriptedFlags", "answer by rules instead of a model, for tests of agents"
+        ),
         "replay": Command.of("quire_cli.replay", "ReplayFlags", "run a scheduler's recording again, without workers"),
     },
     "Run only one service, on one of several machines": {

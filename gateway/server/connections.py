@@ -12,8 +12,7 @@ from http import HTTPStatus
 from typing import Any
 
 import h11
-from starlette.applications import Starlette
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.answers import OPENAI, STREAM_PART, ErrorAnswer, HttpError, error_answer, send_answer
 from gateway.request.body_memory import BodyMemory, message_memory
@@ -186,7 +185,7 @@ class HttpServer:
 
     def __init__(
         self,
-        app: Starlette,
+        app: ASGIApp,
         settings: GatewaySettings,
         bodies: BodyMemory,
         on_refusal: Callable[[], None],

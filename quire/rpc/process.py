@@ -26,7 +26,7 @@ TEMPORARY_EXIT_STATUS = LOST_PEER_EXIT_STATUS = 75
 at its next start (EX_TEMPFAIL: try again)."""
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
 # Distributions that are not named as their modules are.
-_DISTRIBUTIONS = {"zmq": "pyzmq"}
+_DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
 _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")
 # Extras that are made of others, or for developers.
 _COLLECTIONS = ("all", "dev")

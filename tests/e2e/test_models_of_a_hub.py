@@ -1,14 +1,12 @@
 """A model from a hub, served by a whole server."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from quire.client import Client, GenerationOptions
 from quire.model_files.model_source import resolve_model
+from quire.testing import EmbeddedServer
 from tests.support.hub import LocalHub, commit_of
 
 pytestmark = pytest.mark.extended
@@ -24,23 +22,10 @@ def test_a_model_is_downloaded_once_for_all_processes_and_served_by_its_name(tmp
     tiny = resolve_model(None)
     files = {path.name: path.read_bytes() for path in tiny.iterdir() if path.is_file()}
     with LocalHub({"org/tiny": files}) as hub:
-        command = [sys.executable, "-m", "quire_cli.main", "serve", "--model", "org/tiny", "--num-threads", "1"]
-        server = subprocess.Popen(
-            [*command, "--grpc-port", "0", "--http-port", "0"],
-            env={**os.environ, **hub.environ(tmp_path)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            assert server.stdout is not None
-            line = server.stdout.readline()
-            assert line.startswith("quire: ready grpc="), line
-            with Client(line.split()[2].removeprefix("grpc=")) as client:
-                assert [model.name for model in client.list_models()] == ["org/tiny"]
-                assert "Paris" in answer(client)
-        finally:
-            server.terminate()
-            server.communicate()
-        assert server.returncode == 0
+        flags = ("--model", "org/tiny", "--num-threads", "1")
+        with EmbeddedServer(*flags, environ=hub.environ(tmp_path)) as server, Client(server.grpc_address) as client:
+            assert [model.name for model in client.list_models()] == ["org/tiny"]
+            assert "Paris" in answer(client)
+        assert server.exit_status == 0
         assert sorted(name for name, _ in hub.sent) == sorted(set(files) - {"heldout.txt"})
     assert list(tmp_path.glob(f"hub/models--org--tiny/snapshots/{commit_of(files)}/model.safetensors"))

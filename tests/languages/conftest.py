@@ -12,6 +12,7 @@ import pytest_asyncio
 from gateway.auth.keys import make_key
 from quire.client import AsyncClient
 from quire.runtime.failpoint import VARIABLE
+from quire.testing.server import write_order
 from tests.support.serving import Served, serving
 
 collect_ignore_glob = [] if os.environ.get("QUIRE_LANGUAGES") else ["test_*.py"]
@@ -30,7 +31,7 @@ class KeyedServer:
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KeyedServer]:
     directory: Path = tmp_path_factory.mktemp("failpoints")
-    (directory / "scheduler.step.before_send").write_text(f"delay {_STEP_S}")
+    write_order(directory, "scheduler.step.before_send", f"delay {_STEP_S}")
     key = make_key()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, str(directory))

@@ -21,20 +21,11 @@ from google.rpc import code_pb2
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.channel import open_channel
-from quire.rpc.errors import FailedPrecondition, InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
-from quire.rpc.server import RpcServer
+from quire.rpc.errors import InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire.service.compatibility import (
-    SCHEDULER_PROTOCOL,
-    UNKNOWN_MODEL,
-    ModelFingerprint,
-    ProtocolVersions,
-    check_model,
-    check_protocol,
-)
+from quire.service.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions
+from quire.testing.scheduler_servicer import SchedulerStream
 from tests.support.logprobs import Line, fill, token_logprobs
-
-SERVICE = "quire.scheduler.v1.SchedulerService"
 
 _NUM_EARLY_TOKENS, _LATE_TOKENS_PER_STEP = 100, 8
 
@@ -86,17 +77,17 @@ def _usage(request: FakeRequest, drafts: Mapping[str, int]) -> common_pb2.Usage:
 class _Signal(asyncio.Event):
     """An event that also wakes the stream when it is set."""
 
-    def __init__(self, wakes: asyncio.Event) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__()
-        self._wakes = wakes
+        self._wake = wake
 
     def set(self) -> None:
         super().set()
-        self._wakes.set()
+        self._wake()
 
 
 @dataclass
-class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+class FakeScheduler(SchedulerStream):
     """Emits one token per live request and step, one message per step.
 
     Attributes:
@@ -165,40 +156,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._server: RpcServer | None = None
-        # Wakes the stream: there may be something to send.
-        self._changed = asyncio.Event()
-        self.emits = _Signal(self._changed)
+        self.open_stream()
+        self.emits = _Signal(self.wake)
         self.emits.set()
-        self._is_broken = False
-        self._heard = asyncio.Event()
-        self._outgoing: deque[scheduler_pb2.ConnectResponse] = deque()
-        # Messages of events that may still be sent; None if the gateway gives no credit.
-        self._credit: int | None = None
-        self._num_sent = 0
-        self._step_id = 0
-
-    async def start(self) -> None:
-        """Listens, at the earlier address if there was one."""
-
-        def register(server: grpc.aio.Server) -> None:
-            scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(self, server)
-
-        self._server = await RpcServer.start(self.address, register, [SERVICE])
-        self.address = self._server.address
+        self._step_id, self._step_at = 0, 0.0
 
     async def stop(self) -> None:
-        """Dies: every stream breaks and the port is closed."""
-        assert self._server is not None
-        await self._server.stop(0)
+        await super().stop()
         self.live.clear()
-
-    async def __aenter__(self) -> "FakeScheduler":
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
 
     async def restart(self) -> None:
         """A new incarnation that knows nothing of the old one."""
@@ -207,20 +172,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.drains = False
         await self.start()
 
-    def break_streams(self) -> None:
-        """The stream ends; the process lives on."""
-        self._is_broken = True
-        self._changed.set()
-
-    def send(self, events: scheduler_pb2.TokenEvents) -> None:
-        """Sends a message of the test's own making."""
-        self._outgoing.append(scheduler_pb2.ConnectResponse(events=events))
-        self._changed.set()
-
     def tell_cache(self, update: scheduler_pb2.CacheUpdate) -> None:
         """Sends a change of the prefix cache."""
-        self._outgoing.append(scheduler_pb2.ConnectResponse(cache=update))
-        self._changed.set()
+        self.say(cache=update)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -248,14 +202,14 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def fail(self, handle: int, **failure: Any) -> None:
         """Fails one live request."""
         self.live.pop(handle, None)
-        self.send(scheduler_pb2.TokenEvents(failed=[scheduler_pb2.RequestFailure(handle=handle, **failure)]))
+        super().fail(handle, **failure)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Waits until a message makes the condition true."""
         async with asyncio.timeout(60):
             while not condition():
-                self._heard.clear()
-                await self._heard.wait()
+                self.heard.clear()
+                await self.heard.wait()
 
     async def until_known(self) -> None:
         """Waits until its gateway has read the welcome, unless it never will."""
@@ -263,53 +217,25 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not self.refuses_connections and said == (FakeScheduler.architecture, SCHEDULER_PROTOCOL, UNKNOWN_MODEL):
             await self.until(lambda: self.is_heard)
 
-    async def Connect(
-        self, request_iterator: AsyncIterator[scheduler_pb2.ConnectRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
-        first = await anext(request_iterator)
+    def check_hello(self, first: scheduler_pb2.ConnectRequest) -> None:
         if self.refuses_connections:
             raise Unavailable("no worker is attached yet", reason="NO_WORKER")
         if self.drains:
             raise Unavailable("the scheduler drains", reason="DRAINING")
         self.connections += 1
-        self._heard.set()
-        self._check_hello(first)
-        self.is_heard = False
-        self.wants_cache_updates = first.hello.wants_cache_updates
-        self._is_broken, self._credit = False, None
-        self._num_sent = 0
-        self._outgoing.clear()
-        self.live.clear()
-        yield scheduler_pb2.ConnectResponse(welcome=self._welcome())
-        reader = asyncio.create_task(self._read(request_iterator))
-        reader.add_done_callback(lambda _: self._changed.set())
-        try:
-            async for message in self._messages(reader):
-                yield message
-            if self._is_broken:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream was broken by the test")
-            await reader
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+        self.heard.set()
+        super().check_hello(first)
 
-    def _check_hello(self, first: scheduler_pb2.ConnectRequest) -> None:
-        if first.WhichOneof("message") != "hello":
-            raise FailedPrecondition("the first message of a stream must be hello")
-        hello = first.hello
-        if not hello.gateway_id:
-            raise invalid_field("hello.gateway_id", "must not be empty")
-        if self.checks_hello:
-            us, them = "the scheduler", f"gateway {hello.gateway_id}"
-            versions = ProtocolVersions.of(hello.protocol)
-            check_protocol("quire.scheduler.v1", self.protocol, versions, us=us, them=them)
-            check_model(self.model, ModelFingerprint.of(hello.model), us=us, them=them)
+    def on_connect(self, hello: scheduler_pb2.Hello) -> None:
+        self.is_heard = False
+        self.wants_cache_updates = hello.wants_cache_updates
+        self.live.clear()
 
     async def PinPrefix(
         self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.PinPrefixResponse:
         self.pin_requests.append(request)
-        self._heard.set()
+        self.heard.set()
         self._admit()
         token_ids = decode_int32(request.token_ids, "token_ids", minimum=0).tolist()
         num_blocks = len(token_ids) // self.block_size
@@ -376,60 +302,18 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None):
                 while self.live:
-                    self._heard.clear()
-                    await self._heard.wait()
+                    self.heard.clear()
+                    await self.heard.wait()
         return scheduler_pb2.DrainResponse(remaining_requests=len(self.live))
 
-    async def FindDurable(
-        self, request: scheduler_pb2.FindDurableRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.FindDurableResponse:
-        """It stores nothing, so it knows no durable request."""
-        raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
-
-    async def Cancel(
-        self, request: scheduler_pb2.CancelRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.CancelResponse:
-        raise NotFound(f"{request.request_id} is not kept", reason="REQUEST_NOT_FOUND")
-
     def _send_state(self, *, ready: bool) -> None:
-        self._outgoing.append(scheduler_pb2.ConnectResponse(state=scheduler_pb2.ReplicaState(ready=ready)))
-        self._changed.set()
-
-    async def _read(self, requests: AsyncIterator[scheduler_pb2.ConnectRequest]) -> None:
-        async for message in requests:
-            self.is_heard = True
-            batch = message.batch.messages
-            for each in map(scheduler_pb2.ConnectRequest.FromString, batch) if batch else (message,):
-                self._handle(each)
-            self._changed.set()
-            self._heard.set()
+        self.say(state=scheduler_pb2.ReplicaState(ready=ready))
 
     def _handle(self, message: scheduler_pb2.ConnectRequest) -> None:
-        match message.WhichOneof("message"):
-            case "submit":
-                self._take(message.submit)
-            case "abort":
-                self._abort(message.abort)
-            case "credit":
-                self._take_credit(message.credit)
-            case "resume":
-                failure = {"code": code_pb2.NOT_FOUND, "reason": "REQUEST_NOT_FOUND", "message": "it is not kept"}
-                self.fail(message.resume.handle, **failure)
-            case "detach":
-                self._abort(scheduler_pb2.Abort(handle=message.detach.handle))
-            case "end_unread":
-                pass
-            case other:
-                raise InvalidArgument(f"{other or 'an empty message'} cannot follow hello")
+        self.is_heard = True
+        super()._handle(message)
 
-    def _take_credit(self, credit: scheduler_pb2.Credit) -> None:
-        if not credit.messages:
-            raise invalid_field("credit.messages", "is 0; it must be at least 1")
-        if credit.taken > self._num_sent:
-            raise invalid_field("credit.taken", f"is {credit.taken}; {self._num_sent} were sent")
-        self._credit = (self._credit or 0) + credit.messages
-
-    def _abort(self, abort: scheduler_pb2.Abort) -> None:
+    def on_abort(self, abort: scheduler_pb2.Abort) -> None:
         self.aborted_handles.append(abort.handle)
         ended = self.live.pop(abort.handle, None)
         if ended is not None:
@@ -440,7 +324,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             self.send(scheduler_pb2.TokenEvents(completed=[end]))
 
-    def _take(self, submit: scheduler_pb2.Submit) -> None:
+    def on_submit(self, submit: scheduler_pb2.Submit) -> None:
         self.submits.append(submit)
         if self.drains:
             self.fail(submit.handle, code=code_pb2.UNAVAILABLE, reason="DRAINING", message="the scheduler drains")
@@ -450,41 +334,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         else:
             self.live[submit.handle] = FakeRequest.of(submit)
 
-    async def _messages(self, reader: asyncio.Task[None]) -> AsyncIterator[scheduler_pb2.ConnectResponse]:
-        """Messages until the stream is broken, or the gateway has ended it."""
-        clock = asyncio.get_running_loop().time
-        step_at = clock()
-        while not self._is_broken and not reader.done():
-            self._changed.clear()
-            message = self._next_outgoing()
-            makes_steps = bool(self.live) and self.emits.is_set() and self._credit != 0
-            if message is None and makes_steps and clock() >= step_at:
-                step_at = clock() + self.step_delay_s
-                message = scheduler_pb2.ConnectResponse(events=self._step())
-            if message is None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(step_at if makes_steps else None):
-                        await self._changed.wait()
-                continue
-            if message.HasField("events"):
-                self._num_sent += 1
-                if self._credit is not None:
-                    self._credit -= 1
-            yield message
-            # As fast as the stream takes them; the pause lets the gateway's messages in.
-            await asyncio.sleep(0)
+    def step_at(self) -> float | None:
+        return self._step_at if self.live and self.emits.is_set() else None
 
-    def _next_outgoing(self) -> scheduler_pb2.ConnectResponse | None:
-        """The next message that is not a step's. Readiness needs no credit."""
-        for message in self._outgoing:
-            if self._credit != 0 or not message.HasField("events"):
-                self._outgoing.remove(message)
-                return message
-        return None
-
-    def _step(self) -> scheduler_pb2.TokenEvents:
+    def step(self) -> scheduler_pb2.TokenEvents:
         self._step_id += 1
-        self._heard.set()
+        self._step_at = asyncio.get_running_loop().time() + self.step_delay_s
         columns: tuple[list[int], ...] = ([], [], [], [])
         lines: dict[int, Line] = {}
         events = scheduler_pb2.TokenEvents(step_id=self._step_id)
@@ -547,7 +402,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
         fill(entry, [Line(-float(position), position) for position in positions])
 
-    def _welcome(self) -> scheduler_pb2.Welcome:
+    def welcome(self) -> scheduler_pb2.Welcome:
         return scheduler_pb2.Welcome(
             protocol=self.protocol.message(),
             model=self.model.message(),

@@ -42,6 +42,7 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     },
     # A worker starts once this is imported, and takes longest.
     {"quire_cli.serve": ("pydantic", "quire.client", "quire.rpc.server")},
+    {"quire.testing.plugin": ("grpc", "numpy", "yaml"), "quire_cli.scripted_server": ("kernels", "worker_svc")},
     {"kernels": ("numpy",), "quire.model_files.model_source": ("grpc", "tokenizers")},
 ]
 
