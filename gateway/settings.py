@@ -283,9 +283,11 @@ class ConnectionLimits(ServiceFlags):
     slow_sender_timeout: float = _seconds(30.0, "maximum seconds for a client to send a whole request")
     sse_keepalive: float = _seconds(
         15.0,
-        "seconds without output after which a stream of server-sent events sends a comment; 0 disables it",
+        "seconds without output after which a stream of server-sent events sends a comment, and the interval of the "
+        "pings of a WebSocket; 0 disables both",
         minimum=0,
     )
+    websocket_idle_timeout: float = _seconds(600.0, "seconds without a response after which a WebSocket is closed")
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
         return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
     live: list[LiveRequest] = []
     return StreamedResponse(
-        partial(_stream, generator, call, live),
+        partial(streamed, generator, call, live),
         # A request without a replica has ended, or waits for a scheduler and fails if none connects.
         lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
@@ -235,8 +235,8 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
             raise
 
 
-async def _stream(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
-    """The events. The requests are added to `running_now` when they start."""
+async def streamed(generator: Generator, call: Call, running_now: list[LiveRequest]) -> AsyncGenerator[bytes, None]:
+    """The events of a call, one or more at a time. The requests are added to `running_now` when they start."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
@@ -286,7 +286,7 @@ def resumed(
     live: list[LiveRequest] = []
     response = StreamedResponse(
         # Only the call knows the number of an error event, which follows the events before it.
-        lambda: _rest(models, last, read_call, live, response.use),
+        lambda: rest_of(models, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
         {},
@@ -295,14 +295,15 @@ def resumed(
     return response
 
 
-async def _rest(
+async def rest_of(
     models: Models,
     last: EventId,
     read_call: Callable[[LiveRequest], Call],
     running_now: list[LiveRequest],
     on_begin: Callable[[Dialect], object],
 ) -> AsyncGenerator[bytes, None]:
-    """The events. `on_begin` is called with the dialect of the call before each event."""
+    """The events of a durable stream after the last one that the caller has, from 0 if its number is -1. `on_begin` is
+    called with the dialect of the call before each event."""
     generator = await models.holding(last.request_id)
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)

@@ -1,6 +1,7 @@
 """The call that makes a response: its request, the writer of its answer, and the data to continue it elsewhere."""
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -29,6 +30,9 @@ from quire.runtime import clock, entropy
 
 _API = "responses"
 ID_PREFIX = "resp_"
+# Limits of the responses that a connection remembers.
+_MAX_RECENT = 32
+_MAX_RECENT_CHARACTERS = 1 << 20
 
 
 class ResponseCall(Call):
@@ -36,13 +40,25 @@ class ResponseCall(Call):
 
     stream_form = STREAMED_AND_REPEATED
 
-    def __init__(self, body: ResponseBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
-        """If this gateway cannot store responses, the `store` of the response is false."""
+    def __init__(
+        self,
+        body: ResponseBody,
+        model: str,
+        store: ResponseStore,
+        conversation: Conversation,
+        recent: "RecentResponses | None" = None,
+        *,
+        generates: bool = True,
+    ) -> None:
+        """If this gateway cannot store responses, the `store` of the response is false. `recent` gets the response of a
+        connection that remembers its responses. Without `generates` the prompt is computed, and there is no output."""
         self.id = f"{ID_PREFIX}{entropy.random_hex(16)}"
         self.streams = bool(body.stream)
         self._tenant = current_caller().tenant
         self._body = body
         self._store = store
+        self._recent = recent
+        self._generates = generates
         self._head = ResponseHead(
             self.id,
             int(clock.unix_s()),
@@ -111,6 +127,8 @@ class ResponseCall(Call):
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         options = options_of(self._body, self._conversation.prompt, self.id)
+        if not self._generates:
+            options.stopping.max_tokens = 1
         return [dataclasses.replace(options, durable=bool(self._body.durable), front_end=self._front_end())]
 
     def names(self, position: int) -> Names:
@@ -118,12 +136,15 @@ class ResponseCall(Call):
 
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> ResponseShaper:
         texts = generator.model.tokenizer.token_texts
-        self._shaper = ResponseShaper(self._head, self._body, live[0], texts, self._keep)
+        self._shaper = ResponseShaper(self._head, self._body, live[0], texts, self._keep, generates=self._generates)
         return self._shaper
 
     def _keep(self, response: Mapping[str, Any], answer: ChatMessage) -> None:
+        messages = (*self._conversation.messages, *([answer] if self._generates else ()))
         if self._head.is_stored:
-            self._stored = StoredResponse(as_json(response), (*self._conversation.messages, answer))
+            self._stored = StoredResponse(as_json(response), messages)
+        if self._recent is not None:
+            self._recent.add(self.id, messages)
 
     async def keep(self) -> None:
         if self._stored is not None:
@@ -134,10 +155,36 @@ class ResponseCall(Call):
         return self._shaper.error_event(answer)
 
 
-async def conversation_with(store: ResponseStore, body: InputBody) -> Conversation:
-    """The conversation of a body, with the items that it refers to. Raises InvalidArgument if they are not stored."""
+class RecentResponses:
+    """The conversations of the newest responses of one connection, stored or not."""
+
+    def __init__(self) -> None:
+        self._conversations: OrderedDict[str, Sequence[ChatMessage]] = OrderedDict()
+
+    def add(self, response_id: str, messages: Sequence[ChatMessage]) -> None:
+        """Adds a response; forgets the oldest ones beyond the maximum number and the maximum size of all together."""
+        self._conversations[response_id] = messages
+        while len(self._conversations) > _MAX_RECENT or self._num_characters > _MAX_RECENT_CHARACTERS:
+            self._conversations.popitem(last=False)
+
+    def get(self, response_id: str | None) -> Sequence[ChatMessage] | None:
+        return None if response_id is None else self._conversations.get(response_id)
+
+    @property
+    def _num_characters(self) -> int:
+        # Conversations that continue each other share their messages.
+        return sum({id(each): len(each.content) for kept in self._conversations.values() for each in kept}.values())
+
+
+async def conversation_with(
+    store: ResponseStore, body: InputBody, recent: RecentResponses | None = None
+) -> Conversation:
+    """The conversation of a body, with the items that it refers to. Raises InvalidArgument if they are neither stored
+    nor `recent`."""
     tenant = current_caller().tenant
-    earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
+    earlier = None if recent is None else recent.get(body.previous_response_id)
+    if earlier is None:
+        earlier = await store.run(store.earlier_messages, tenant, body.previous_response_id)
     items: dict[str, Any] = {}
     if asked := references(body):
         items = await store.items(tenant, asked)
