@@ -13,7 +13,7 @@ from typing import Protocol, cast
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from websockets.datastructures import Headers
-from websockets.frames import CloseCode, Opcode
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
 from websockets.protocol import SERVER, State
 from websockets.protocol import Protocol as Frames
@@ -98,7 +98,8 @@ class WebSocket:
         except ResourceExhausted as error:
             self.close(CloseCode.TRY_AGAIN_LATER, error.message)
         self._frames.receive_data(data)
-        for frame in self._frames.events_received():
+        frames = cast(list[Frame], self._frames.events_received())
+        for frame in frames:
             if frame.opcode in (Opcode.PING, Opcode.PONG, Opcode.CLOSE):
                 continue
             if frame.opcode is not Opcode.CONT:
@@ -107,8 +108,12 @@ class WebSocket:
             if frame.fin:
                 self._held.complete()
                 self._messages.put_nowait(Message(b"".join(self._parts), self._held))
-                self._parts, self._held, self.begun_at = [], self._begin_body(), None
-        if self._held.num_bytes and self.begun_at is None:
+                self._parts, self._held = [], self._begin_body()
+        if frames and not self._parts:
+            # Only control frames, or the end of a message, came.
+            self._held.release()
+            self._held, self.begun_at = self._begin_body(), None
+        elif self.begun_at is None:
             self.begun_at = self.heard_at
         self._flush()
         self.wire.set_reading(reads=self._messages.qsize() < _MAX_UNREAD)
@@ -168,7 +173,8 @@ class WebSocketResponse(Response):
         if accepted.status_code != HTTPStatus.SWITCHING_PROTOCOLS or switch is None:
             message = "this path takes WebSockets of version 13 over HTTP/1.1, and POST; the request is not an upgrade"
             headers = {"upgrade": "websocket", "connection": "upgrade"}
-            return await send_answer(send, ErrorAnswer(426, message, "upgrade_required", headers=headers))
+            await send_answer(send, ErrorAnswer(426, message, "upgrade_required", headers=headers))
+            return
         socket = WebSocket(self._max_bytes)
         socket.wire = switch(socket)
         headers = [(name.lower().encode(), value.encode()) for name, value in accepted.headers.raw_items()]

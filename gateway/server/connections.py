@@ -462,7 +462,7 @@ class HttpConnection(Protocol):
         message_memory.set(body.held)
         if scope["http_version"] == "1.1" and scope["method"] == "POST":
             scope["extensions"] = {**scope.get("extensions", {}), STREAM_PART: self.write_part}
-        if self.conn.their_state is h11.MIGHT_SWITCH_PROTOCOL:
+        if self.may_switch:
             scope["extensions"] = {**scope.get("extensions", {}), SWITCH_PROTOCOL: self.hand_over}
         try:
             await self._application(scope, body.receive, body.send)

@@ -12,6 +12,7 @@ from typing import Any
 import h11
 import uvicorn
 from h11._receivebuffer import ReceiveBuffer
+from h11._state import MIGHT_SWITCH_PROTOCOL
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -91,6 +92,11 @@ class Protocol(H11Protocol):
         self._refuse = refuse
         # Gets all data after an answer with the status 101.
         self._receiver: Receiver | None = None
+
+    @property
+    def may_switch(self) -> bool:
+        """Whether the current request asks for another protocol and has no body."""
+        return self.conn.their_state is MIGHT_SWITCH_PROTOCOL
 
     def hand_over(self, receiver: Receiver) -> SwitchedConnection:
         """Makes `receiver` get what the client sends after `switch_protocol`."""

@@ -8,10 +8,11 @@ from typing import Any, Self
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
 from gateway.api.body import validated
 from gateway.api.fields import Conversation, Names
-from gateway.api.respond import Call, FrontEnd
-from gateway.api.responses.answers import CancelledResponse
+from gateway.api.respond import Call, FrontEnd, Shaper
+from gateway.api.responses.answers import CancelledResponse, CompactedResponse, CompactionItem
 from gateway.api.responses.read_response import (
     ITEM,
+    CompactBody,
     InputBody,
     ResponseBody,
     conversation_of,
@@ -19,12 +20,12 @@ from gateway.api.responses.read_response import (
     options_of,
     references,
 )
-from gateway.api.responses.store import ResponseStore, StoredResponse, message_of, plain_message
+from gateway.api.responses.store import ResponseStore, StoredResponse, input_items, message_of, plain_message
 from gateway.api.responses.write_response import QUEUED, ResponseHead, ResponseShaper, response_head
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
-from gateway.request.generator import Generator
+from gateway.request.generator import Generator, Result
 from gateway.types import ChatMessage, RequestOptions
 from quire.runtime import clock, entropy
 
@@ -33,6 +34,10 @@ ID_PREFIX = "resp_"
 # Limits of the responses that a connection remembers.
 _MAX_RECENT = 32
 _MAX_RECENT_CHARACTERS = 1 << 20
+_SUMMARIZE = (
+    "Summarize the conversation so far for an assistant who continues it and sees only your summary and the messages "
+    "of the user: what was asked, what was done and found, what tools returned, what is still open. Write only that."
+)
 
 
 class ResponseCall(Call):
@@ -153,6 +158,49 @@ class ResponseCall(Call):
     def _error_event(self, answer: ErrorAnswer) -> Mapping[str, Any]:
         assert self._shaper is not None, "a stream begins with what the shaper writes"
         return self._shaper.error_event(answer)
+
+
+class CompactCall(Call):
+    """Summarizes a conversation: a response to the wish for a summary, written as a shorter conversation."""
+
+    streams = False
+
+    def __init__(self, body: CompactBody, model: str, store: ResponseStore, conversation: Conversation) -> None:
+        self._compacted = conversation.messages
+        asked = Conversation((*self._compacted, ChatMessage("user", _SUMMARIZE)), "input", body.instructions)
+        fields = ResponseBody(input=[], model=body.model, store=False, reasoning=body.reasoning)
+        self._response = ResponseCall(fields, model, store, asked)
+        self.id = self._response.id
+
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        return await self._response.requests(generator)
+
+    def names(self, position: int) -> Names:
+        return self._response.names(position)
+
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
+        return _CompactShaper(await self._response.shaper(generator, live), self._compacted)
+
+
+class _CompactShaper:
+    def __init__(self, shaper: ResponseShaper, compacted: Sequence[ChatMessage]) -> None:
+        self._shaper, self._compacted = shaper, compacted
+        # A compaction is never a stream.
+        self.begin, self.event, self.end = shaper.begin, shaper.event, shaper.end
+
+    def whole(self, results: Sequence[Result]) -> CompactedResponse:
+        response = self._shaper.whole(results)
+        number = response["id"].removeprefix(ID_PREFIX)
+        texts = [part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"]]
+        asked = [each for each in input_items(response["id"], self._compacted) if each["type"] == "message"]
+        summary: CompactionItem = {"type": "compaction", "id": f"cmp_{number}", "encrypted_content": "".join(texts)}
+        return {
+            "id": response["id"],
+            "object": "response.compaction",
+            "created_at": response["created_at"],
+            "output": [*(each for each in asked if each["role"] == "user"), summary],
+            "usage": response["usage"],
+        }
 
 
 class RecentResponses:

@@ -15,6 +15,7 @@ from gateway.api.openapi import ApiRoute
 from gateway.api.respond import LAST_EVENT_ID, EventId, last_event_id, respond, resumed
 from gateway.api.responses.answers import (
     CancelledResponse,
+    CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -23,8 +24,8 @@ from gateway.api.responses.answers import (
 )
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import CANCELLED, BackgroundStore
-from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
-from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
+from gateway.api.responses.calls import ID_PREFIX, CompactCall, ResponseCall, conversation_with
+from gateway.api.responses.read_response import CompactBody, InputBody, ResponseBody, names_of, prompt_of
 from gateway.api.responses.session import ResponseSession, SessionContext
 from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
 from gateway.api.responses.write_response import ResponseHead, error_event, response_head
@@ -75,6 +76,7 @@ def open_front(context: FrontContext) -> Front:
             names_events=True,
         ),
         # Before the route with a response id, which would match this path, too.
+        ApiRoute("/v1/responses/compact", routes.compact, method="POST", body=CompactBody, answer=CompactedResponse),
         ApiRoute("/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody),
         ApiRoute(
             _PATH,
@@ -122,7 +124,7 @@ class _ResponseRoutes:
         )
 
     async def connect(self, request: Request) -> Response:
-        """Opens a WebSocket for responses: a GET that is no upgrade is refused."""
+        """Refused: a GET, unless it opens a WebSocket."""
         if self._models.is_draining:
             raise Unavailable("this gateway is about to stop; connect again", reason="DRAINING")
         return WebSocketResponse(self._serve, self._body_limits.max_bytes)
@@ -228,6 +230,17 @@ class _ResponseRoutes:
         if (asked := await self._background.asked(tenant, response_id)) is None:
             asked = (await self._store.run(self._store.find, tenant, response_id)).asked
         return item_page(input_items(response_id, asked), request.query_params)
+
+    async def compact(self, request: Request) -> Response:
+        """A shorter conversation: the messages of the user, and the model's summary of the conversation."""
+        body = await parse(CompactBody, await read_body(request, self._body_limits), self._body_limits)
+        generator = self._models.of(body.model, ModelKind.TEXT)
+        conversation = await self._conversation_with(body)
+        return respond(
+            generator,
+            CompactCall(body, body.model or generator.model.name, self._store, conversation),
+            self._keep_alive_s,
+        )
 
     async def count_input_tokens(self, request: Request) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""

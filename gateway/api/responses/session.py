@@ -29,7 +29,7 @@ from gateway.auth.caller import current_caller, set_caller
 from gateway.auth.keys import Authenticator
 from gateway.request.body_memory import message_memory
 from gateway.request.models import Models
-from gateway.request.violations import shortened
+from gateway.request.violations import renaming, shortened
 from gateway.types import ModelKind
 from quire.rpc.errors import (
     InvalidArgument,
@@ -125,10 +125,12 @@ class ResponseSession:
             fields = await load_json(message.data, self._context.limits)
             if not isinstance(fields, dict):
                 raise InvalidArgument("a message must be a JSON object", reason="MALFORMED_MESSAGE")
-            stream_id = self._stream_of(cast(dict[str, Any], fields))
+            stream_id = _stream_of(cast(dict[str, Any], fields))
+            self._check_room(stream_id)
         except (QuireError, HttpError) as error:
             message.held.release()
-            return await self._send_error(stream_id, error)
+            await self._send_error(stream_id, error)
+            return
         before = self._last.get(stream_id)
         serving = asyncio.create_task(self._serve(cast(dict[str, Any], fields), stream_id, before))
         self._tasks.add(serving)
@@ -142,19 +144,14 @@ class ResponseSession:
 
         serving.add_done_callback(ended)
 
-    def _stream_of(self, fields: dict[str, Any]) -> str | None:
-        """Takes the stream's name from a message. Raises QuireError if it is invalid or there is no room."""
-        stream_id: Any = fields.pop("stream_id", None)
-        if stream_id is not None and not (isinstance(stream_id, str) and _STREAM_ID.fullmatch(stream_id)):
-            description = f'is {shortened(str(stream_id))!r}; it must be 1 to 256 letters, digits, "_", "-" or "."'
-            raise InvalidArgument.of_field("stream_id", description, reason="INVALID_STREAM_ID")
+    def _check_room(self, stream_id: str | None) -> None:
+        """Raises QuireError if this connection has too many streams or responses."""
         if stream_id not in self._last and len(self._last) >= _MAX_STREAMS + (None in self._last or stream_id is None):
             description = f'is "{stream_id}", and this connection has {_MAX_STREAMS} streams, which is the max'
             raise InvalidArgument.of_field("stream_id", description, reason="WEBSOCKET_STREAM_LIMIT_REACHED")
         if len(self._tasks) >= _MAX_RUNNING + _MAX_WAITING:
             problem = f"{_MAX_RUNNING} responses of this connection run, and {_MAX_WAITING} wait, which is the max"
             raise ResourceExhausted(problem, reason="WEBSOCKET_QUEUE_FULL", retry_after_ms=1000)
-        return stream_id
 
     async def _serve(self, fields: dict[str, Any], stream_id: str | None, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -178,12 +175,13 @@ class ResponseSession:
                             head = {}
             except Exception as error:
                 await self._send_error(stream_id, error, dialect)
+                if isinstance(error, Unauthenticated):
+                    self._socket.close(CloseCode.POLICY_VIOLATION, error.message)
 
     def _check_serves(self) -> None:
         """Checks the caller's key again, which may have been revoked, and whether this gateway drains."""
         caller = self._context.authenticator.find(self._caller.key_id, self._caller.tenant)
         if caller is None:
-            self._socket.close(CloseCode.POLICY_VIOLATION, "the API key is no longer valid")
             raise Unauthenticated("the API key of this connection is no longer valid", reason="INVALID_API_KEY")
         set_caller(caller)
         if self._is_draining:
@@ -249,7 +247,14 @@ class ResponseSession:
         if await context.background.get(tenant, response_id) is not None:
             return lambda use: context.background.events(tenant, response_id, last.number)
         read_back = partial(ResponseCall.read_back, store=context.store)
-        return lambda use: rest_of(context.models, last, read_back, [], use)
+
+        async def events(use: Callable[[Dialect], object]) -> AsyncGenerator[bytes, None]:
+            with renaming(lambda: lambda name: "response_id" if name == "request_id" else name):
+                async with aclosing(rest_of(context.models, last, read_back, [], use)) as rest:
+                    async for some in rest:
+                        yield some
+
+        return events
 
     async def _send(self, stream_id: str | None, event: bytes, **head: str) -> None:
         """Sends an event, as JSON, with the name of its stream and further fields."""
@@ -268,3 +273,12 @@ class ResponseSession:
         if answer.headers:
             detail["headers"] = dict(answer.headers)
         await self._send(stream_id, as_json({**event, "error": detail}))
+
+
+def _stream_of(fields: dict[str, Any]) -> str | None:
+    """Takes the name of the stream from a message; None if it has none. Raises InvalidArgument."""
+    stream_id: Any = fields.pop("stream_id", None)
+    if stream_id is not None and not (isinstance(stream_id, str) and _STREAM_ID.fullmatch(stream_id)):
+        description = f'is {shortened(str(stream_id))!r}; it must be 1 to 256 letters, digits, "_", "-" or "."'
+        raise InvalidArgument.of_field("stream_id", description, reason="INVALID_STREAM_ID")
+    return stream_id
