@@ -105,7 +105,7 @@ class Protocol(H11Protocol):
 
     def switch_protocol(self, headers: list[tuple[bytes, bytes]]) -> None:
         """Answers the current request with the status 101, after which the connection is not HTTP any more."""
-        assert self._receiver is not None, "somebody gets the data"
+        assert self._receiver is not None, "a receiver is set first"
         start = h11.InformationalResponse(
             status_code=HTTPStatus.SWITCHING_PROTOCOLS,
             headers=[*self.server_state.default_headers, *headers],

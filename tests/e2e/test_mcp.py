@@ -104,7 +104,7 @@ async def test_agents_see_what_operators_see_and_change_nothing_unless_allowed(t
             assert denied.is_error
         async with http_server(url, "--allow-changes") as mcp_url:
             for key in ("wrong", tenant):
-                with pytest.raises(Exception, match="401|Unauthorized"):  # noqa: PT012
+                with pytest.raises(Exception, match=r"401|Unauthorized"):  # noqa: PT012
                     try:
                         async with over_http(mcp_url, key) as client:
                             await client.list_tools()

@@ -35,7 +35,7 @@ ID_PREFIX = "resp_"
 _MAX_RECENT = 32
 _MAX_RECENT_CHARACTERS = 1 << 20
 _SUMMARIZE = (
-    "Summarize the conversation so far for an assistant who continues it and sees only your summary and the messages "
+    "Summarize the conversation so far for an assistant that continues it and sees only your summary and the messages "
     "of the user: what was asked, what was done and found, what tools returned, what is still open. Write only that."
 )
 

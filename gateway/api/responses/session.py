@@ -53,7 +53,7 @@ _Events = Callable[[Callable[[Dialect], object]], AsyncGenerator[bytes, None]]
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """What all sessions of a gateway share. After `idle_s` without a response a connection closes; a ping is sent every
+    """The parts that all sessions of a gateway share. After `idle_s` without a response a connection closes; a ping is sent every
     `keep_alive_s`, unless that is 0."""
 
     models: Models

@@ -94,7 +94,7 @@ async def test_a_stream_runs_its_responses_in_order_and_other_streams_at_once(ri
         assert sorted(map(str, ends)) == ["None", "a", "a", "b"]
         of_a = [event["type"] for event in events if event.get("stream_id") == "a"]
         assert of_a[: len(of_a) // 2] == of_a[len(of_a) // 2 :]
-        # What ran is stored, and is found by HTTP.
+        # A response that ran is stored, and is found by HTTP.
         response = next(event for event in events if event["type"] == "response.completed")["response"]
         assert (await rig.http.get(f"/v1/responses/{response['id']}")).json() == response
 
@@ -163,7 +163,7 @@ async def test_streams_and_waiting_responses_of_a_connection_are_limited(rig):
         assert event["error"]["headers"]["retry-after"] == "1"
         await until_submitted(rig, 16)
 
-    # What a client leaves is aborted.
+    # Requests of a client that leaves are aborted.
     async def are_aborted() -> bool:
         return len(rig.scheduler.aborted) >= 16
 
