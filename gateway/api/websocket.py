@@ -88,6 +88,12 @@ class WebSocket:
         self.begun_at: float | None = None
         self.lost = asyncio.get_running_loop().create_future()
 
+    def hold(self) -> HeldBody:
+        """Memory that counts until it is released, like the memory of a message."""
+        held = self._memory.another(lambda: None)
+        held.complete()
+        return held
+
     def _begin_body(self) -> HeldBody:
         return self._memory.another(lambda: self.close(CloseCode.TRY_AGAIN_LATER, "no memory for this message"))
 
@@ -119,6 +125,7 @@ class WebSocket:
         self.wire.set_reading(reads=self._messages.qsize() < _MAX_UNREAD)
 
     def connection_lost(self) -> None:
+        self._frames.receive_eof()
         self._held.release()
         self._messages.put_nowait(None)
         if not self.lost.done():
@@ -186,8 +193,9 @@ class WebSocketResponse(Response):
         finally:
             serving.cancel()
             await asyncio.wait([serving])
+            if not serving.cancelled() and (error := serving.exception()) is not None:
+                # This writes it to the log.
+                message = error_answer(cast(Exception, error)).message
+                socket.close(CloseCode.INTERNAL_ERROR, message)
             socket.close(CloseCode.SERVICE_RESTART, "this gateway stops; connect again")
         await socket.lost
-        if not serving.cancelled() and (error := serving.exception()) is not None:
-            # The client cannot get it any more; this writes it to the log.
-            error_answer(cast(Exception, error))

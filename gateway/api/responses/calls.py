@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from gateway.api.answers import OPENAI, ErrorAnswer, as_json
@@ -25,8 +25,10 @@ from gateway.api.responses.write_response import QUEUED, ResponseHead, ResponseS
 from gateway.auth.caller import current_caller
 from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import STREAMED_AND_REPEATED
+from gateway.request.body_memory import HeldBody
 from gateway.request.generator import Generator, Result
 from gateway.types import ChatMessage, RequestOptions
+from quire.rpc.errors import ResourceExhausted
 from quire.runtime import clock, entropy
 
 _API = "responses"
@@ -206,14 +208,28 @@ class _CompactShaper:
 class RecentResponses:
     """The conversations of the newest responses of one connection, stored or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, hold: Callable[[], HeldBody]) -> None:
+        """`hold` makes the memory that they are counted in."""
         self._conversations: OrderedDict[str, Sequence[ChatMessage]] = OrderedDict()
+        self._hold = hold
+        self._held = hold()
 
     def add(self, response_id: str, messages: Sequence[ChatMessage]) -> None:
-        """Adds a response; forgets the oldest ones beyond the maximum number and the maximum size of all together."""
+        """Adds a response; forgets the oldest ones beyond the maximum number and the maximum size of all together, and
+        all of them if there is no memory."""
         self._conversations[response_id] = messages
         while len(self._conversations) > _MAX_RECENT or self._num_characters > _MAX_RECENT_CHARACTERS:
             self._conversations.popitem(last=False)
+        self.close()
+        self._held = self._hold()
+        try:
+            self._held.add(self._num_characters)
+        except ResourceExhausted:
+            self._conversations.clear()
+
+    def close(self) -> None:
+        """Frees the memory."""
+        self._held.release()
 
     def get(self, response_id: str | None) -> Sequence[ChatMessage] | None:
         return None if response_id is None else self._conversations.get(response_id)
@@ -221,7 +237,9 @@ class RecentResponses:
     @property
     def _num_characters(self) -> int:
         # Conversations that continue each other share their messages.
-        return sum({id(each): len(each.content) for kept in self._conversations.values() for each in kept}.values())
+        messages = {id(each): each for kept in self._conversations.values() for each in kept}.values()
+        calls = sum(len(call.arguments) for each in messages for call in each.tool_calls)
+        return calls + sum(len(each.content) + len(each.reasoning or "") for each in messages)
 
 
 async def conversation_with(

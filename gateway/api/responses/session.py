@@ -53,8 +53,8 @@ _Events = Callable[[Callable[[Dialect], object]], AsyncGenerator[bytes, None]]
 
 @dataclass(frozen=True, slots=True)
 class SessionContext:
-    """The parts that all sessions of a gateway share. After `idle_s` without a response a connection closes; a ping is sent every
-    `keep_alive_s`, unless that is 0."""
+    """The parts that all sessions of a gateway share. After `idle_s` without a response a connection closes; a ping is
+    sent every `keep_alive_s`, unless that is 0."""
 
     models: Models
     authenticator: Authenticator
@@ -73,7 +73,7 @@ class ResponseSession:
         self._context = context
         self._socket = socket
         self._caller = current_caller()
-        self._recent = RecentResponses()
+        self._recent = RecentResponses(socket.hold)
         self._running = asyncio.Semaphore(_MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
         # The last task of each stream; None is the stream without a name.
@@ -90,6 +90,7 @@ class ResponseSession:
             for task in (watching, *self._tasks):
                 task.cancel()
             await asyncio.wait([watching, *self._tasks])
+            self._recent.close()
 
     def drain(self) -> None:
         """Refuses further responses, and closes the connection when the running ones have ended."""

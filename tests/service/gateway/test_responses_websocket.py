@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -297,3 +298,21 @@ async def test_a_gateway_that_drains_ends_its_responses_and_says_so(rig, schedul
             assert closed.value.rcvd is not None
             assert closed.value.rcvd.code == 1012
             await stopping
+
+
+async def test_a_client_that_does_not_read_loses_its_responses_and_its_connection(scheduler):
+    scheduler.step_delay_s = 0.002
+    async with running_gateway(scheduler, slow_reader_timeout=0.3) as gateway:
+        host, _, port = gateway.http_url.removeprefix("http://").rpartition(":")
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.connect((host, int(port)))
+        async with connect(f"ws{gateway.http_url.removeprefix('http')}/v1/responses", sock=raw, max_queue=1) as slow:
+            for _ in range(8):
+                logprobs = {"top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+                await send(slow, input="hello", max_output_tokens=900, ignore_eos=True, stream_id="a", **logprobs)
+            slow.transport.pause_reading()
+            await scheduler.until(lambda: scheduler.aborted)
+            async with connected(gateway) as other:
+                await send(other, input="hello", max_output_tokens=3)
+                assert (await events_of(other))[-1]["type"] in ENDS
