@@ -104,12 +104,11 @@ async def test_agents_see_what_operators_see_and_change_nothing_unless_allowed(t
             assert denied.is_error
         async with http_server(url, "--allow-changes") as mcp_url:
             for key in ("wrong", tenant):
-                with pytest.raises(Exception, match=r"401|Unauthorized"):  # noqa: PT012
-                    try:
-                        async with over_http(mcp_url, key) as client:
-                            await client.list_tools()
-                    except* Exception as errors:
-                        raise _first(errors) from None
+                async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as raw:
+                    assert (await raw.post(mcp_url, json={})).status_code == 401
+                with pytest.raises(BaseExceptionGroup):
+                    async with over_http(mcp_url, key):
+                        pass
             async with over_http(mcp_url, operator) as client:
                 elsewhere = await client.call_tool("drain_replica", {"replica": "127.0.0.1:1"})
                 assert elsewhere.is_error
@@ -117,9 +116,3 @@ async def test_agents_see_what_operators_see_and_change_nothing_unless_allowed(t
                 drained = await called(client, "drain_replica", replica=replica["replica"], timeout_s=20)
                 assert drained["remaining_requests"] == 0
                 assert (await called(client, "status"))["replicas"][0]["numbers"]["draining"]
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

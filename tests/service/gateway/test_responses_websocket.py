@@ -304,10 +304,13 @@ async def test_a_client_that_does_not_read_loses_its_responses_and_its_connectio
     scheduler.step_delay_s = 0.002
     async with running_gateway(scheduler, slow_reader_timeout=0.3) as gateway:
         host, _, port = gateway.http_url.removeprefix("http://").rpartition(":")
+        # Accepted connections inherit it.
+        gateway.gateway._http._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         raw.connect((host, int(port)))
-        async with connect(f"ws{gateway.http_url.removeprefix('http')}/v1/responses", sock=raw, max_queue=1) as slow:
+        url = f"ws{gateway.http_url.removeprefix('http')}/v1/responses"
+        async with connect(url, sock=raw, max_queue=1, close_timeout=0.1) as slow:
             for _ in range(8):
                 logprobs = {"top_logprobs": 20, "include": ["message.output_text.logprobs"]}
                 await send(slow, input="hello", max_output_tokens=900, ignore_eos=True, stream_id="a", **logprobs)
