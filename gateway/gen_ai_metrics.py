@@ -71,7 +71,8 @@ class GenAiMetrics(Collector):
             each: meter.create_histogram(
                 each.name, each.unit, each.help, explicit_bucket_boundaries_advisory=each.bounds
             )
-            for each in (() if meter is None else _ALL)
+            for each in _ALL
+            if meter is not None
         }
 
     def add(
