@@ -22,6 +22,7 @@ from gateway.api.front import Front, FrontContext
 from gateway.api.grpc.servicers import open_front as open_grpc
 from gateway.api.shared_routes import shared_routes
 from gateway.auth.keys import Authenticator, KeyRing, NoAuthenticator, entries_of
+from gateway.gen_ai_metrics import GenAiMetrics
 from gateway.metrics import GatewayMetrics
 from gateway.offload import FairExecutor
 from gateway.replicas.ledger import Ledger
@@ -50,7 +51,7 @@ from quire.runtime import clock, entropy
 from quire.runtime.failpoint import failpoint
 from quire.service.metrics import MetricsServer, register_process
 from quire.service.model_flag import ModelFlag
-from quire.tracing import Tracer, open_tracer
+from quire.tracing import Tracer, open_meter, open_tracer
 
 # The time for calls that have ended to send their last message.
 _STOP_GRACE_S = 1.0
@@ -127,6 +128,9 @@ class Gateway:
         tls = _Tls.of(settings)
         register_process(metrics.registry, tls.files)
         tracer = open_tracer(settings.otlp_traces_endpoint, "gateway")
+        sink = open_meter(settings.otlp_metrics_endpoint, "gateway")
+        if sink is not None or settings.shows_gen_ai_metrics:
+            metrics.count_gen_ai(GenAiMetrics(sink), shows=settings.shows_gen_ai_metrics)
         make = _GeneratorMaker(gateway_id, metrics, tls, tracer, resolver, SharedBounds(settings))
         models = Models([await make.generator(settings, model) for model in settings.served_models])
         if settings.vllm_metric_names:
@@ -242,6 +246,7 @@ class Gateway:
             each.model.executor.shutdown()
         if (tracer := self._context.tracer) is not None:
             await asyncio.to_thread(tracer.close)
+        await asyncio.to_thread(self._context.metrics.close)
 
     async def _report_readiness(self, generator: Generator) -> None:
         """Reports in gRPC health whether a replica of any model is ready, when this model's have changed."""

@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.gen_ai_metrics import GenAiMetrics
 from gateway.replicas.events import FinishReason, Usage
 from gateway.replicas.live import Arrivals, LiveRequest
 from quire.rpc.errors import QuireError
@@ -249,6 +250,7 @@ class GatewayMetrics:
         """`max_tenants` is the maximum number of tenants that have their own series."""
         self.registry = CollectorRegistry()
         self._refresh: Callable[[], Awaitable[None]] | None = None
+        self._gen_ai: GenAiMetrics | None = None
         self._models: dict[str, ModelMetrics] = {}
         self._families = _Families(
             self._counter("requests", "Accepted requests that ended, by outcome.", labels=["model", "outcome"]),
@@ -290,7 +292,19 @@ class GatewayMetrics:
 
     def of_model(self, name: str) -> "ModelMetrics":
         """The metrics of a model."""
-        return self._models.setdefault(name, ModelMetrics(name, self._families, self._tenants))
+        return self._models.setdefault(name, ModelMetrics(name, self._families, self._tenants, self._gen_ai))
+
+    def count_gen_ai(self, metrics: GenAiMetrics, *, shows: bool) -> None:
+        """Counts the requests of models that come later also under OpenTelemetry's names, which are on /metrics if
+        `shows` is set."""
+        self._gen_ai = metrics
+        if shows:
+            self.registry.register(metrics)
+
+    def close(self) -> None:
+        """Sends the last values to a collector, if there is one."""
+        if self._gen_ai is not None:
+            self._gen_ai.close()
 
     def count_refused_caller(self, reason: str) -> None:
         """Counts a call that was rejected because of its API key, or because it had none."""
@@ -332,7 +346,9 @@ class ModelMetrics:
         moves_from_prefill: Requests that left a prefill replica after their prompts were computed there.
     """
 
-    def __init__(self, model: str, families: _Families, tenants: "_TenantMetrics | None") -> None:
+    def __init__(
+        self, model: str, families: _Families, tenants: "_TenantMetrics | None", gen_ai: GenAiMetrics | None
+    ) -> None:
         self.statistics = RequestStatistics()
         self.records = ReplicaRecords()
         self._model = model
@@ -345,6 +361,7 @@ class ModelMetrics:
         self.moves_from_prefill = families.moves_from_prefill.labels(model)
         self._connected = families.connected
         self._tenants = tenants
+        self._gen_ai = gen_ai
 
     def watch_schedulers(self, addresses: Collection[str], count_connected: Callable[[], int]) -> None:
         """Reports the number of connected schedulers, which `count_connected` returns at each scrape."""
@@ -356,11 +373,12 @@ class ModelMetrics:
         self.records.of(address).add_tokens(arrivals)
 
     @contextmanager
-    def track(self, live: LiveRequest) -> Iterator[None]:
-        """Counts a request as live while the context runs, and its outcome at the end."""
+    def track(self, live: LiveRequest, operation: str) -> Iterator[None]:
+        """Counts a request as live while the context runs, and its outcome at the end. `operation` is its name in
+        OpenTelemetry's conventions."""
         self._prompt_tokens.inc(len(live.request.prompt_token_ids))
         try:
-            with self._tracked(live, is_resumed=False):
+            with self._tracked(live, operation, is_resumed=False):
                 yield
         finally:
             if live.seconds_to_first_token is not None and live.last_replica is not None:
@@ -372,11 +390,13 @@ class ModelMetrics:
     def track_resumed(self, live: LiveRequest, num_known_tokens: int) -> Iterator[None]:
         """Counts a resumed stream as a separate request, without its prompt and its earlier output."""
         live.num_repeated = max(num_known_tokens - live.num_generated_tokens, 0)
-        with self._tracked(live, is_resumed=True, num_known_tokens=num_known_tokens):
+        with self._tracked(live, "resume", is_resumed=True, num_known_tokens=num_known_tokens):
             yield
 
     @contextmanager
-    def _tracked(self, live: LiveRequest, *, is_resumed: bool, num_known_tokens: int = 0) -> Iterator[None]:
+    def _tracked(
+        self, live: LiveRequest, operation: str, *, is_resumed: bool, num_known_tokens: int = 0
+    ) -> Iterator[None]:
         started_at = clock.monotonic()
         outcome = "abandoned"
         try:
@@ -395,6 +415,8 @@ class ModelMetrics:
             whole_s = None if is_resumed else seconds
             if live.last_replica is not None and (num_new or not is_resumed):
                 self.records.of(live.last_replica).add_request(live, outcome, usage, whole_s)
+            if self._gen_ai is not None and not is_resumed:
+                self._gen_ai.add(self._model, operation, live, outcome, usage, seconds)
             if self._tenants is not None:
                 num_dropped = live.num_dropped_tokens if usage is not None and (num_new or not is_resumed) else 0
                 self._tenants.add(live, outcome, num_new + num_dropped, whole_s)

@@ -1,6 +1,7 @@
 """The gateway's flags."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from quire.rpc.address import parse_target
 from quire.runtime.settings import overridden, parse_bytes, setting
 from quire.service.model_flag import ModelFlag
 from quire.service.service_flags import DrainFlags, ProcessFlags, ServedModelsFlags, ServiceFlags, TenantFlags
+from quire.tracing import parse_endpoint
 
 MAX_KEY_LENGTH = 512
 FRONTS: Mapping[str, Sequence[str]] = {
@@ -39,6 +41,7 @@ MEMORY, SQLITE = "memory", "sqlite:"
 """The value of --response-store for memory, and the prefix of a file's value."""
 MAX_CHAT_MESSAGES = 1 << 16
 """The maximum number of messages in a conversation; a gateway's own limit may be lower."""
+_GEN_AI = "gen_ai_latest_experimental"
 _size = partial(setting, parse=parse_bytes, minimum=1024)
 _seconds = partial(setting, minimum=0.1, metavar="SECONDS")
 
@@ -100,6 +103,19 @@ class ListenFlags(ServiceFlags):
         False,
         "serve metrics also under vLLM's names, for dashboards and autoscalers that use them; see docs/metrics.md",
     )
+
+    otlp_metrics_endpoint: str | None = setting(
+        None,
+        "where to send metrics with OpenTelemetry's names by OTLP over gRPC; https is TLS. /metrics also has them if "
+        "OTEL_SEMCONV_STABILITY_OPT_IN has gen_ai_latest_experimental",
+        parse=parse_endpoint,
+        metavar="URL",
+    )
+
+    @property
+    def shows_gen_ai_metrics(self) -> bool:
+        """Whether OpenTelemetry's variable asks for its names of metrics."""
+        return _GEN_AI in os.environ.get("OTEL_SEMCONV_STABILITY_OPT_IN", "").replace(" ", "").split(",")
 
     @property
     def served_fronts(self) -> list[str]:
@@ -283,9 +299,11 @@ class ConnectionLimits(ServiceFlags):
     slow_sender_timeout: float = _seconds(30.0, "maximum seconds for a client to send a whole request")
     sse_keepalive: float = _seconds(
         15.0,
-        "seconds without output after which a stream of server-sent events sends a comment; 0 disables it",
+        "seconds without output after which a stream of server-sent events sends a comment, and the interval of the "
+        "pings of a WebSocket; 0 disables both",
         minimum=0,
     )
+    websocket_idle_timeout: float = _seconds(600.0, "seconds without a response after which a WebSocket is closed")
 
 
 @dataclass(frozen=True)

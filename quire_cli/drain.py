@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.replica is None:
         raise ConfigurationError("give the address of a scheduler")
     try:
-        remaining = _drain(flags.replica, flags)
+        remaining = drain(flags.replica, flags)
     except QuireError as error:
         print(f"{PROGRAM}: error: {flags.replica}: {' '.join(error.message.split())}", file=sys.stderr)
         return 1
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     return 1 if remaining else 0
 
 
-def _drain(address: str, flags: DrainFlags) -> int:
-    """The number of requests that are left. Raises QuireError."""
+def drain(address: str, flags: DrainFlags) -> int:
+    """Drains the replica of a scheduler; returns the number of requests that are left. Raises QuireError."""
     options = channel_options()
     if flags.tls_dir is not None and isinstance(parse_address(address), TcpAddress):
         credentials = TlsIdentity.of(flags.tls_dir, Role.OPERATOR).read().channel_credentials()

@@ -37,8 +37,11 @@ class FeedFlags(CredentialFlags):
     )
 
 
-def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str, Any]], None, None]:
-    """Names and objects of the events, without the memory of replicas, until the gateway ends the feed.
+def read_feed(
+    flags: CredentialFlags, url: str, *, wants_memory: bool = False
+) -> Generator[tuple[str, dict[str, Any]], None, None]:
+    """Names and objects of the events, until the gateway ends the feed; frames have the memory of replicas, with all
+    sequences, if `wants_memory` is set.
 
     Raises:
         ConfigurationError: the URL or a file of TLS is wrong.
@@ -48,7 +51,7 @@ def read_feed(flags: CredentialFlags, url: str) -> Generator[tuple[str, dict[str
     headers = {} if flags.api_key is None else {"authorization": f"Bearer {flags.api_key}"}
     with closing(connection):
         try:
-            connection.request("GET", "/ui/feed?memory=0", headers=headers)
+            connection.request("GET", f"/ui/feed?memory={int(wants_memory)}", headers=headers)
             answer = connection.getresponse()
             if answer.status != http.HTTPStatus.OK:
                 _refuse(answer, url)
@@ -123,6 +126,8 @@ class ReplicaNumbers:
     problem: str | None = None
     steps: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
     waiting: list[Mapping[str, Any]] = field(default_factory=list)
+    sequences: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """The sequences that have blocks, by their numbers, if the feed has memory."""
     samples: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_MAX_SAMPLES))
     """The load over the last ten minutes, by the names of the feed's history, oldest first."""
     _before: tuple[float, Mapping[str, Any]] | None = None
@@ -132,6 +137,16 @@ class ReplicaNumbers:
         numbers: Mapping[str, Any] = frame["numbers"]
         self.numbers, self.problem, self.waiting = numbers, None, frame["waiting"]
         self.steps.extend(frame["steps"])
+        if (memory := frame["memory"]) is not None:
+            if frame["is_whole"]:
+                self.sequences = {}
+            self.sequences |= {each["number"]: each for each in memory["sequences"]}
+            for row in range(0, len(memory["progress"]), 4):
+                number, _, tokens, computed = memory["progress"][row : row + 4]
+                if number in self.sequences:
+                    self.sequences[number] = {**self.sequences[number], "tokens": tokens, "computed_tokens": computed}
+            for number in memory["gone"]:
+                self.sequences.pop(number, None)
         before = self._before
         if before is None or any(numbers[name] < before[1][name] for name in _COUNTERS):
             self._before = now, numbers

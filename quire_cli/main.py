@@ -71,6 +71,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         ),
         "certs": Command.of("quire_cli.certs", "CertsFlags", "make or renew certificates for TLS between all services"),
         "drain": Command.of("quire_cli.drain", "DrainFlags", "move the running requests of a replica to the others"),
+        "mcp": Command.of("quire_cli.mcp", "McpFlags", "serve operators' tools to agents, over MCP"),
         "pin": Command.of("quire_cli.pins", "PinFlags", "keep a prefix cached for a while", "pin"),
         "unpin": Command.of("quire_cli.pins", "UnpinFlags", "unpin a prefix", "unpin"),
         "log-level": Command.of("quire_cli.log_level", "LogLevelFlags", "change the log level of services that run"),

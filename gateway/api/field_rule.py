@@ -145,6 +145,9 @@ NVEXT = Unread(refused=_OF_NVEXT, ways_out=dict.fromkeys(_OF_NVEXT, "; set it in
 
 # OpenAI's responses.
 RESPONSE_INPUT = Unread(refused=_never("conversation", "personality"))
+RESPONSE_COMPACT = RESPONSE_INPUT.plus(
+    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier"
+)
 RESPONSE = Unread(
     frozenset({"prompt_cache_options", "prompt_cache_retention", "client_metadata", "context_management", "end_turn"}),
     {**_never("access_programs", "conversation", "image", "moderation", "prompt")},

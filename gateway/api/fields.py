@@ -53,15 +53,19 @@ class ParsedBody(Part):
 
 
 async def parse(kind: type[BodyType], data: bytes, limits: BodyLimits) -> BodyType:
-    """The body in `data`. Parses the JSON, then validates types, a few entries at a time, so that other calls can run
-    in between. The rule of `limits` decides about undeclared fields.
+    """The body in `data`. Parses the JSON, then validates it as `parse_fields` does.
 
     Raises:
         InvalidArgument: it is not JSON, a field has the wrong type, `check` found a violation, or there are too many
             entries.
     """
+    return await parse_fields(kind, await load_json(data, limits), limits)
+
+
+async def parse_fields(kind: type[BodyType], fields: Any, limits: BodyLimits) -> BodyType:
+    """The body with these fields. Validates types, a few entries at a time, so that other calls can run in between. The
+    rule of `limits` decides about undeclared fields. Raises InvalidArgument as `parse` does."""
     turns = Turns()
-    fields = await load_json(data, limits)
     if kind.entries is not None and isinstance(fields, dict) and isinstance(fields.get(kind.long_list), list):
         found: list[Any] = []
         for begin in range(0, len(fields[kind.long_list]), _ENTRIES_AT_ONCE):

@@ -200,7 +200,7 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
         return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
     live: list[LiveRequest] = []
     response = StreamedResponse(
-        lambda: _stream(generator, call, live, response),
+        lambda: streamed(generator, call, live, response),
         # A request without a replica has ended, or waits for a scheduler and fails if none connects.
         lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
@@ -242,11 +242,11 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
             raise
 
 
-async def _stream(
-    generator: Generator, call: Call, running_now: list[LiveRequest], response: StreamedResponse
+async def streamed(
+    generator: Generator, call: Call, running_now: list[LiveRequest], response: StreamedResponse | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The events that are not written directly to the response. The requests are added to `running_now` when they
-    start."""
+    """The events of a call, one or more at a time, without those that are written directly to the response. The
+    requests are added to `running_now` when they start."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
     durable_id = requests[0].request_id if requests[0].front_end else None
@@ -255,7 +255,7 @@ async def _stream(
             running_now += live
             shaper = await call.shaper(generator, live)
             writer, direct = EventWriter(call.dialect, durable_id), None
-            if durable_id is None and writes_directly(live):
+            if response is not None and durable_id is None and writes_directly(live):
                 direct = DirectEvents(response, partial(_written, writer, shaper, 0), shaper.repeats_form)
             async with aclosing(_events(call, shaper, live, writer, direct)) as written:
                 async for each in written:
@@ -301,7 +301,7 @@ def resumed(
     live: list[LiveRequest] = []
     response = StreamedResponse(
         # Only the call knows the number of an error event, which follows the events before it.
-        lambda: _rest(models, last, read_call, live, response.use),
+        lambda: rest_of(models, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
         {},
@@ -310,14 +310,15 @@ def resumed(
     return response
 
 
-async def _rest(
+async def rest_of(
     models: Models,
     last: EventId,
     read_call: Callable[[LiveRequest], Call],
     running_now: list[LiveRequest],
     on_begin: Callable[[Dialect], object],
 ) -> AsyncGenerator[bytes, None]:
-    """The events. `on_begin` is called with the dialect of the call before each event."""
+    """The events of a durable stream after the last one that the caller has, from 0 if its number is -1. `on_begin` is
+    called with the dialect of the call before each event."""
     generator = await models.holding(last.request_id)
     async with generator.resume(last.request_id, ()) as live:
         call = read_call(live)

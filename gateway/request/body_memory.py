@@ -98,6 +98,13 @@ class HeldBody:
         self.complete()
         self.add(num_bytes)
 
+    def another(self, on_refusal: Callable[[], None]) -> "HeldBody":
+        """As `BodyMemory.begin`: another body of the same tenant in the same memory."""
+        self._tenant = self._tenant or current_tenant()
+        body = self._memory.begin(on_refusal)
+        body._tenant = self._tenant
+        return body
+
     def complete(self) -> None:
         """Marks the body as fully arrived: it is no longer given up for others."""
         self._memory.arriving.pop(self, None)

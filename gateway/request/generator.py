@@ -33,7 +33,7 @@ from gateway.request.spans import RequestSpan
 from gateway.request.validation import check_call
 from gateway.settings import GatewaySettings
 from gateway.turns import Turns
-from gateway.types import ChatPrompt, RequestOptions
+from gateway.types import ChatPrompt, ModelKind, RequestOptions
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable, Unimplemented
 from quire.runtime import entropy
 from quire.runtime.logs import set_request_id
@@ -194,7 +194,8 @@ class Generator:
         Raises:
             QuireError: the request is refused.
         """
-        operation = "chat" if isinstance(options.prompt, ChatPrompt) else "text_completion"
+        is_chat, is_text = isinstance(options.prompt, ChatPrompt), options.kind is ModelKind.TEXT
+        operation = "chat" if is_chat else "text_completion" if is_text else "embeddings"
         with RequestSpan(self._tracer, self.model.name, operation) as span, ExitStack() as stack:
             caller = current_caller()
             with self.arriving():
@@ -231,7 +232,7 @@ class Generator:
                 memory.count(live)
             span.opened(live)
             try:
-                with self.metrics.track(live), self.durable_reads.read(caller.account, use, live):
+                with self.metrics.track(live, operation), self.durable_reads.read(caller.account, use, live):
                     if options.continue_from:
                         await continue_from(live, options.continue_from)
                     yield live

@@ -36,6 +36,7 @@ class RequestSpan:
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": model_name,
+            "gen_ai.response.model": model_name,
         }
         self._span = tracer and tracer.start(f"{operation} {model_name}", _incoming.get(), attributes)
         self._started_at = clock.monotonic()
@@ -101,6 +102,9 @@ def _result_attributes(live: LiveRequest) -> dict[str, AttributeValue]:
         "gen_ai.usage.output_tokens": live.num_generated_tokens,
         "quire.submissions": live.submissions,
     }
+    if live.usage is not None:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = live.usage.cached_tokens
+        attributes["gen_ai.usage.reasoning.output_tokens"] = live.usage.reasoning_tokens
     if reasons:
         attributes["gen_ai.response.finish_reasons"] = reasons
     if live.seconds_to_first_token is not None:

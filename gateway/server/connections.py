@@ -15,6 +15,7 @@ import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.answers import OPENAI, STREAM_PART, ErrorAnswer, HttpError, error_answer, send_answer
+from gateway.api.websocket import SWITCH_PROTOCOL
 from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.server.uvicorn_internals import MAX_HEADER_LINES, ConnectionState, Protocol, ServerState, make_config
 from gateway.settings import GatewaySettings
@@ -449,7 +450,9 @@ class HttpConnection(Protocol):
         async def send_and_note(message: Message) -> None:
             nonlocal has_started
             has_started = True
-            await send(message)
+            if message.get("status") == HTTPStatus.SWITCHING_PROTOCOLS:
+                return self.switch_protocol(message["headers"])
+            return await send(message)
 
         timeout_s = self._settings.slow_sender_timeout
         body = IncomingBody(
@@ -458,6 +461,8 @@ class HttpConnection(Protocol):
         message_memory.set(body.held)
         if scope["http_version"] == "1.1" and scope["method"] == "POST":
             scope["extensions"] = {**scope.get("extensions", {}), STREAM_PART: self}
+        if self.may_switch:
+            scope["extensions"] = {**scope.get("extensions", {}), SWITCH_PROTOCOL: self.hand_over}
         try:
             await self._application(scope, body.receive, body.send)
         except asyncio.CancelledError:

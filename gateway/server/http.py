@@ -219,7 +219,8 @@ class HostMiddleware:
 
 
 class SiteMiddleware:
-    """Rejects requests of other sites that need no preflight request: a POST without a media type, or of a form.
+    """Rejects requests of other sites that need no preflight request: a POST without a media type, or of a form, and
+    the upgrade to a WebSocket, whose messages any page could read.
 
     Paths with a JSON body reject such requests by themselves. Without this check, paths without a body, such as /sleep,
     and uploads would obey any page that is open in a browser that can reach this gateway.
@@ -230,7 +231,8 @@ class SiteMiddleware:
         self._allowed = frozenset(allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST" and self._is_of_other_site(Headers(scope=scope)):
+        headers = Headers(scope=scope)
+        if (scope["method"] == "POST" or "upgrade" in headers) and self._is_of_other_site(headers):
             message = (
                 "a page of another site may call this path only as application/json, or if --allowed-origins names its "
                 "origin"

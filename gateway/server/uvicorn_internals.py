@@ -12,9 +12,13 @@ from typing import Any
 import h11
 import uvicorn
 from h11._receivebuffer import ReceiveBuffer
+from h11._state import MIGHT_SWITCH_PROTOCOL
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
+
+from gateway.api.websocket import Receiver
 
 MAX_HEADER_LINES = 1024
 
@@ -57,6 +61,19 @@ class ConnectionState(h11.Connection):
         self._receive_buffer = _Lines()
 
 
+class SwitchedConnection:
+    """A connection that left HTTP; see `gateway.api.websocket.Wire`."""
+
+    def __init__(self, transport: Any, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+        self.write, self.close, self.abort = transport.write, transport.close, transport.abort
+        self.drain = flow.drain
+
+    def set_reading(self, *, reads: bool) -> None:
+        """Pauses or resumes reading. Idempotent."""
+        (self._flow.resume_reading if reads else self._flow.pause_reading)()
+
+
 class Protocol(H11Protocol):
     """uvicorn's protocol of one HTTP connection, with `conn` as h11's state."""
 
@@ -73,6 +90,37 @@ class Protocol(H11Protocol):
         self.conn = conn
         self._application, self.app = self.app, answer
         self._refuse = refuse
+        # Gets all data after an answer with the status 101.
+        self._receiver: Receiver | None = None
+
+    @property
+    def may_switch(self) -> bool:
+        """Whether the current request asks for another protocol and has no body."""
+        return self.conn.their_state is MIGHT_SWITCH_PROTOCOL
+
+    def hand_over(self, receiver: Receiver) -> SwitchedConnection:
+        """Makes `receiver` get what the client sends after `switch_protocol`."""
+        self._receiver = receiver
+        return SwitchedConnection(self.transport, self.flow)
+
+    def switch_protocol(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Answers the current request with the status 101, after which the connection is not HTTP any more."""
+        assert self._receiver is not None, "a receiver is set first"
+        start = h11.InformationalResponse(
+            status_code=HTTPStatus.SWITCHING_PROTOCOLS,
+            headers=[*self.server_state.default_headers, *headers],
+            reason=HTTPStatus.SWITCHING_PROTOCOLS.phrase,
+        )
+        self.transport.write(self.conn.send(start))
+        self.flow.resume_reading()
+        if early := self.conn.trailing_data[0]:
+            self._receiver.data_received(early)
+
+    def data_received(self, data: bytes) -> None:
+        if self._receiver is not None and self.conn.our_state is h11.SWITCHED_PROTOCOL:
+            self._receiver.data_received(data)
+        else:
+            super().data_received(data)
 
     @property
     def takes_parts(self) -> bool:
@@ -90,5 +138,7 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._receiver is not None:
+            self._receiver.connection_lost()
         # After a reset by the client uvicorn does not stop its timer, which holds the connection's memory.
         self._unset_keepalive_if_required()

@@ -1,18 +1,30 @@
-"""Distributed traces: contexts as they travel in headers and messages, spans, and where spans are sent.
+"""Distributed traces: contexts as they travel in headers and messages, spans, and where spans and metrics are sent.
 
 Spans are OpenTelemetry's, through its API. A service has a Tracer where an endpoint is configured and None otherwise:
 without an endpoint it makes no spans and passes no contexts on. Only `open_tracer` with an endpoint imports the SDK and
 the exporter of OpenTelemetry, which the extra `quire-llm[tracing]` installs.
 """
 
+from collections.abc import Callable
 from urllib.parse import urlsplit
+
+from opentelemetry.metrics import Meter
 
 from quire.runtime.settings import ConfigurationError
 from quire.tracing.spans import AttributeValue, Span, TraceContext, Tracer
 
-__all__ = ["AttributeValue", "Span", "TraceContext", "Tracer", "check_installed", "open_tracer", "parse_endpoint"]
+__all__ = [
+    "AttributeValue",
+    "Span",
+    "TraceContext",
+    "Tracer",
+    "check_installed",
+    "open_meter",
+    "open_tracer",
+    "parse_endpoint",
+]
 
-_FLAG = "--otlp-traces-endpoint"
+_FLAG, _METRICS_FLAG = "--otlp-traces-endpoint", "--otlp-metrics-endpoint"
 
 
 def parse_endpoint(text: str) -> str:
@@ -28,7 +40,7 @@ def parse_endpoint(text: str) -> str:
     return text.rstrip("/")
 
 
-def check_installed(endpoint: str | None) -> None:
+def check_installed(endpoint: str | None, flag: str = _FLAG) -> None:
     """Raises ConfigurationError if there is an endpoint and no exporter is installed."""
     if endpoint is None:
         return
@@ -36,8 +48,22 @@ def check_installed(endpoint: str | None) -> None:
         import quire.tracing.otlp  # noqa: F401
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{_FLAG} needs {error.name}, which is not installed; install quire-llm[tracing]"
+            f"{flag} needs {error.name}, which is not installed; install quire-llm[tracing]"
         ) from error
+
+
+def open_meter(endpoint: str | None, service: str) -> tuple[Meter, Callable[[], None]] | None:
+    """Sends the metrics of a service to a collector; returns its meter, and a function that ends the sending. None
+    without an endpoint. Raises ConfigurationError as `open_tracer` does."""
+    if endpoint is None:
+        return None
+    check_installed(endpoint, _METRICS_FLAG)
+    from quire.tracing.otlp import make_meter
+
+    try:
+        return make_meter(service, endpoint)
+    except Exception as error:  # the SDK's errors have no common class
+        raise ConfigurationError(f"{_METRICS_FLAG} {endpoint}: {error}") from error
 
 
 def open_tracer(endpoint: str | None, service: str) -> Tracer | None:

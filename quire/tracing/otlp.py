@@ -1,14 +1,18 @@
-"""Sends spans by OTLP. The only module that imports OpenTelemetry's SDK and exporter.
+"""Sends spans and metrics by OTLP. The only module that imports OpenTelemetry's SDK and exporter.
 
 OpenTelemetry's variables set everything without a flag: sampler, headers, certificates, queue, resource.
 """
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
+from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.metrics import Meter
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -41,6 +45,14 @@ def make_tracer(service: str, exporter: SpanExporter) -> Tracer:
         giving_up.cancel()
 
     return Tracer(provider.get_tracer("quire", VERSION), close)
+
+
+def make_meter(service: str, endpoint: str) -> tuple[Meter, Callable[[], None]]:
+    """A meter whose values a thread sends, every 60 s or OTEL_METRIC_EXPORT_INTERVAL; and a function that sends the
+    last values and ends the thread."""
+    exporter = OTLPMetricExporter(endpoint, insecure=urlsplit(endpoint).scheme == "http")
+    provider = MeterProvider([PeriodicExportingMetricReader(exporter)], _resource_of(service), shutdown_on_exit=False)
+    return provider.get_meter("quire", VERSION), lambda: provider.shutdown(_CLOSE_TIMEOUT_S * 1000)
 
 
 def open_exporter(endpoint: str) -> SpanExporter:

@@ -1,4 +1,4 @@
-"""kill -9 under responses that run in the background: they continue, and readers resume at the exact event."""
+"""kill -9 under responses that run in the background or over WebSockets: readers resume at the exact event."""
 
 import asyncio
 import json
@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, NotFoundError
+from websockets.asyncio.client import connect
+from websockets.exceptions import WebSocketException
 
 from tests.support.killing import TooLateError, kill, until_hit
 from tests.support.scheduler_process import until
@@ -97,6 +99,74 @@ async def test_responses_in_the_background_survive(shared: Served, victims: tupl
 
         for events, expected in zip(await until_hit(disturbed), plain, strict=True):
             assert _told(events) == _told(expected)
+
+
+async def _read_stream(url: str, fields: dict[str, Any], events: list[Any]) -> None:
+    """Reads a stream of a WebSocket to its end; comes back with the stream's name and the number of the last event."""
+    asked = {"type": "response.create", "model": "quire-tiny", **fields}
+    async with asyncio.timeout(60):
+        while not (events and events[-1]["type"] == "response.incomplete"):
+            try:
+                async with connect(f"{url}/v1/responses") as socket:
+                    await socket.send(json.dumps(asked))
+                    async for text in socket:
+                        event = json.loads(text)
+                        assert event["stream_id"] == fields["stream_id"]
+                        if event["type"] == "error":
+                            break
+                        events.append(event)
+                        asked = {"type": "response.resume", "stream_id": fields["stream_id"]}
+                        asked["starting_after"] = event["sequence_number"]
+                        if event["type"] == "response.incomplete":
+                            break
+            except (OSError, WebSocketException):
+                await asyncio.sleep(0.1)
+
+
+async def test_streams_of_a_websocket_go_on_at_the_exact_event(shared: Served) -> None:
+    await shared.server.wait_ready()
+    url = f"ws://{shared.server.http_address}"
+
+    async def read_all(names: str) -> list[list[Any]]:
+        streams: list[list[Any]] = [[] for _ in range(NUM_RESPONSES)]
+        reading = asyncio.gather(
+            *(
+                _read_stream(
+                    url,
+                    {
+                        "stream_id": f"{names}.{index}",
+                        "input": f"Tell me story {index}.",
+                        "temperature": float(index % 2),
+                        "max_output_tokens": 150,
+                        "seed": index,
+                        "ignore_eos": True,
+                        "durable": True,
+                    },
+                    events,
+                )
+                for index, events in enumerate(streams)
+            )
+        )
+        if names == "plain":
+            await reading
+            return streams
+
+        async def have_begun() -> bool:
+            return min(map(len, streams)) >= 20
+
+        await until(have_begun)
+        if any(events[-1]["type"] == "response.incomplete" for events in streams):
+            raise TooLateError
+        for name in ("gateway", "gateway-1"):
+            await kill(shared, name)
+        await reading
+        return streams
+
+    plain = await read_all("plain")
+    for events, expected in zip(await until_hit(partial(read_all, "killed")), plain, strict=True):
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        told = [[(each["type"], each.get("delta")) for each in one] for one in (events, expected)]
+        assert told[0] == told[1]
 
 
 @pytest.mark.extended

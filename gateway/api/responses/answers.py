@@ -158,6 +158,24 @@ class InputTokens(TypedDict):
     input_tokens: int
 
 
+class CompactionItem(TypedDict):
+    """The summary of a conversation, as plain text."""
+
+    type: Literal["compaction"]
+    id: str
+    encrypted_content: str
+
+
+class CompactedResponse(TypedDict):
+    """A shorter conversation: the messages of the user, and a summary of all."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[MessageAnswerItem | CompactionItem]
+    usage: ResponseUsage | None
+
+
 class Numbered(TypedDict):
     """An event with its number, from 0."""
 

@@ -15,6 +15,7 @@ from gateway.api.openapi import ApiRoute
 from gateway.api.respond import LAST_EVENT_ID, EventId, last_event_id, respond, resumed
 from gateway.api.responses.answers import (
     CancelledResponse,
+    CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
@@ -23,16 +24,18 @@ from gateway.api.responses.answers import (
 )
 from gateway.api.responses.background import BackgroundResponses
 from gateway.api.responses.background_store import CANCELLED, BackgroundStore
-from gateway.api.responses.calls import ID_PREFIX, ResponseCall, conversation_with
-from gateway.api.responses.read_response import InputBody, ResponseBody, names_of, prompt_of
+from gateway.api.responses.calls import ID_PREFIX, CompactCall, ResponseCall, conversation_with
+from gateway.api.responses.read_response import CompactBody, InputBody, ResponseBody, names_of, prompt_of
+from gateway.api.responses.session import ResponseSession, SessionContext
 from gateway.api.responses.store import ResponseStore, input_items, item_page, sqlite_path
 from gateway.api.responses.write_response import ResponseHead, error_event, response_head
+from gateway.api.websocket import WebSocket, WebSocketResponse
 from gateway.auth.caller import current_caller
 from gateway.request.generator import Generator
 from gateway.request.text_service import TextService
 from gateway.request.violations import renaming
 from gateway.types import ModelKind
-from quire.rpc.errors import InvalidArgument, invalid_field
+from quire.rpc.errors import InvalidArgument, Unavailable, invalid_field
 from quire.runtime import clock
 
 _PATH = "/v1/responses/{response_id}"
@@ -61,6 +64,8 @@ def open_front(context: FrontContext) -> Front:
 
     routes = _ResponseRoutes(context, store, background)
     all_routes = [
+        # Documents of OpenAPI cannot describe WebSockets, so for them the path refuses all requests.
+        ApiRoute("/v1/responses", routes.connect, refuses=True, errors=[426, 503]),
         ApiRoute(
             "/v1/responses",
             routes.create,
@@ -71,6 +76,7 @@ def open_front(context: FrontContext) -> Front:
             names_events=True,
         ),
         # Before the route with a response id, which would match this path, too.
+        ApiRoute("/v1/responses/compact", routes.compact, method="POST", body=CompactBody, answer=CompactedResponse),
         ApiRoute("/v1/responses/input_tokens", routes.count_input_tokens, method="POST", body=InputBody),
         ApiRoute(
             _PATH,
@@ -93,7 +99,7 @@ def open_front(context: FrontContext) -> Front:
     return Front(
         routes=all_routes,
         tasks={"background responses": background.run},
-        stop_runs=background.stop_runs,
+        stop_runs=routes.stop_runs,
         close=close,
         call_readers={"/v1/responses": read_call},
     )
@@ -105,6 +111,37 @@ class _ResponseRoutes:
         self._body_limits = context.body_limits
         self._store, self._background = store, background
         self._keep_alive_s = context.keep_alive_s
+        self._sessions: set[ResponseSession] = set()
+        self._session_context = SessionContext(
+            context.models,
+            context.authenticator,
+            store,
+            background,
+            context.body_limits,
+            context.keep_alive_s,
+            context.settings.slow_sender_timeout,
+            context.settings.websocket_idle_timeout,
+        )
+
+    async def connect(self, request: Request) -> Response:
+        """Refused: a GET, unless it opens a WebSocket."""
+        if self._models.is_draining:
+            raise Unavailable("this gateway is about to stop; connect again", reason="DRAINING")
+        return WebSocketResponse(self._serve, self._body_limits.max_bytes)
+
+    async def _serve(self, socket: WebSocket) -> None:
+        session = ResponseSession(self._session_context, socket)
+        self._sessions.add(session)
+        try:
+            await session.run()
+        finally:
+            self._sessions.discard(session)
+
+    async def stop_runs(self) -> None:
+        """Stops background responses, and ends WebSockets after their running responses."""
+        for session in list(self._sessions):
+            session.drain()
+        await self._background.stop_runs()
 
     async def create(self, request: Request) -> Response:
         """Creates a response: answers a text or a conversation of items."""
@@ -191,9 +228,19 @@ class _ResponseRoutes:
         response_id = request.path_params["response_id"]
         tenant = current_caller().tenant
         if (asked := await self._background.asked(tenant, response_id)) is None:
-            # The last message is the answer.
-            asked = (await self._store.run(self._store.find, tenant, response_id)).messages[:-1]
+            asked = (await self._store.run(self._store.find, tenant, response_id)).asked
         return item_page(input_items(response_id, asked), request.query_params)
+
+    async def compact(self, request: Request) -> Response:
+        """A shorter conversation: the messages of the user, and the model's summary of the conversation."""
+        body = await parse(CompactBody, await read_body(request, self._body_limits), self._body_limits)
+        generator = self._models.of(body.model, ModelKind.TEXT)
+        conversation = await self._conversation_with(body)
+        return respond(
+            generator,
+            CompactCall(body, body.model or generator.model.name, self._store, conversation),
+            self._keep_alive_s,
+        )
 
     async def count_input_tokens(self, request: Request) -> InputTokens:
         """The number of tokens of the prompt that a response would have."""

@@ -133,6 +133,16 @@ class ReasoningItem(_Item):
     content: Annotated[list[ItemPart] | None, Field(fail_fast=True)] = None
 
 
+class CompactionItem(_Item):
+    """An earlier conversation in short: what `/v1/responses/compact` wrote, as plain text."""
+
+    unread: ClassVar[Unread] = Unread(frozenset({"created_by"}))
+
+    type: Literal["compaction"]
+    id: str | None = None
+    encrypted_content: str
+
+
 class ItemReference(_Item):
     """An item of a stored response of the same tenant, by its id. Its type may be absent or null."""
 
@@ -148,6 +158,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutputItem, Tag("<function_call_output>")]
     | Annotated[CustomCallItem, Tag("<custom_tool_call>")]
     | Annotated[ReasoningItem, Tag("<reasoning>")]
+    | Annotated[CompactionItem, Tag("<compaction>")]
     | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(lambda value: _item_tag(value)),
 ]
@@ -298,6 +309,19 @@ class InputBody(ParsedBody):
         rule.leave_out(violations, self.api, left_out)
 
 
+class CompactBody(InputBody):
+    """The fields of `/v1/responses/compact`, which have the same meaning as for a response. The conversation is in
+    `previous_response_id`, `input`, or both."""
+
+    unread: ClassVar[Unread] = field_rule.RESPONSE_COMPACT
+
+    input: Annotated[
+        list[Item],
+        BeforeValidator(_items, json_schema_input_type=str | list[Item]),
+        Field(default_factory=list),
+    ]
+
+
 class ResponseBody(InputBody, SharedFields):
     unread: ClassVar[Unread] = field_rule.RESPONSE
 
@@ -322,7 +346,7 @@ class ResponseBody(InputBody, SharedFields):
 
 
 def _check(violations: Violations, body: InputBody) -> None:
-    if not body.input:
+    if not body.input and not (isinstance(body, CompactBody) and body.previous_response_id):
         violations.add("input", "is empty; at least one item is needed")
     if body.truncation not in (None, "auto", "disabled"):
         violations.add("truncation", f'is "{shortened(body.truncation)}"; it must be auto or disabled')
@@ -447,6 +471,8 @@ def conversation_of(
                 conversation.add(path, item.role, _texts_of(item.content or ()))
             case ReasoningItem():
                 conversation.add_reasoning(path, _texts_of(item.content or item.summary))
+            case CompactionItem():
+                conversation.add_answer(path, [item.encrypted_content])
             case FunctionCallItem():
                 conversation.add_call(path, ToolCall(id=item.call_id, name=item.name, arguments=item.arguments or ""))
             case CustomCallItem():

@@ -38,7 +38,12 @@ CREATE TABLE IF NOT EXISTS responses (
     messages TEXT NOT NULL, PRIMARY KEY (tenant, id)
 );
 CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_at, bytes);
+CREATE TABLE IF NOT EXISTS streams (
+    tenant TEXT NOT NULL, name TEXT NOT NULL, response TEXT NOT NULL, PRIMARY KEY (tenant, name)
+);
 """
+# Maximum names of streams of one tenant; the oldest ones are forgotten.
+_MAX_STREAMS = 4096
 _DEFAULT_LIMIT, _MAX_LIMIT = 20, 100
 _ORDERS = ("asc", "desc")
 # `include` has no effect, since these items lack the fields that it requests.
@@ -53,6 +58,11 @@ class StoredResponse:
 
     body: bytes
     messages: Sequence[ChatMessage]
+
+    @property
+    def asked(self) -> Sequence[ChatMessage]:
+        """The conversation that it answers. A response that generated nothing has no answer."""
+        return self.messages[:-1] if from_json(self.body)["output"] else self.messages
 
 
 class ResponseStore(Store):
@@ -129,6 +139,21 @@ class ResponseStore(Store):
     def _not_found(self, response_id: str) -> NotFound:
         return NotFound(f'response "{response_id:.80}" {self._absence}', reason="RESPONSE_NOT_FOUND")
 
+    def name_stream(self, tenant: str, name: str, response_id: str) -> None:
+        """Records the newest response of a stream of a WebSocket."""
+        with self.changing():
+            self.change("INSERT OR REPLACE INTO streams VALUES (?, ?, ?)", tenant, name, response_id)
+            self.change(
+                "DELETE FROM streams WHERE tenant = ?1 AND rowid IN (SELECT rowid FROM streams WHERE tenant = ?1 "
+                "ORDER BY rowid DESC LIMIT -1 OFFSET ?2)",
+                *(tenant, _MAX_STREAMS),
+            )
+
+    def of_stream(self, tenant: str, name: str) -> str | None:
+        """The id of the newest response of a stream; None if this store has none."""
+        rows = self.rows("SELECT response FROM streams WHERE tenant = ? AND name = ?", tenant, name)
+        return rows[0][0] if rows else None
+
     def earlier_messages(self, tenant: str, response_id: str | None) -> Sequence[ChatMessage]:
         """The conversation up to the response with a `previous_response_id`; empty for None. Raises InvalidArgument if
         the response is not stored."""
@@ -188,7 +213,7 @@ def _items_of(
     response_id: str, response: StoredResponse, asked: Collection[str]
 ) -> dict[str, tuple[dict[str, Any], int]]:
     """The requested items of a response's input and output, with their sizes."""
-    items = [*input_items(response_id, response.messages[:-1]), *from_json(response.body)["output"]]
+    items = [*input_items(response_id, response.asked), *from_json(response.body)["output"]]
     return {item["id"]: (item, len(as_json(item))) for item in items if item["id"] in asked}
 
 

@@ -140,13 +140,17 @@ class ResponseShaper:
         live: LiveRequest,
         texts: TokenTexts,
         keep: Callable[[Mapping[str, Any], ChatMessage], None],
+        *,
+        generates: bool = True,
     ) -> None:
-        """`keep` is called with the finished response, without log probabilities, and its answer."""
+        """`keep` is called with the finished response, without log probabilities, and its answer. Without `generates` a
+        stream has no output."""
         self._head = head
         self._body = body
         self._live = live
         self._texts = texts
         self._keep = keep
+        self._generates = generates
         self._blocks = Blocks()
         self._reason = FinishReason.STOP
         self._num_events = 0
@@ -174,6 +178,8 @@ class ResponseShaper:
         yield {"type": "response.in_progress", **self._numbered(), "response": self.state(_IN_PROGRESS)}
 
     def event(self, position: int, event: Chunk | Finished) -> Iterable[answers.ResponseEvent]:
+        if not self._generates:
+            return
         match event:
             case Chunk():
                 output = output_of(event)

@@ -4,6 +4,7 @@ import json
 from datetime import datetime
 
 import pytest
+from anthropic import Anthropic
 
 from tests.support.fake_scheduler import scripted
 
@@ -108,3 +109,14 @@ async def test_models_are_listed_in_the_shape_of_whoever_asks(rig):
         missing = await rig.http.get(path, headers=headers)
         assert (missing.status_code, missing.json()["type"]) == (404, "error")
         assert missing.json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("version", ["2023-06-01", "2026-10-21"])
+async def test_every_version_of_the_api_gets_the_same_forms(rig, version):
+    body = {"model": "quire-tiny", "max_tokens": 8, "messages": [{"role": "user", "content": "hello"}]}
+    answers = []
+    for named in (version, Anthropic(api_key="unused").default_headers["anthropic-version"]):
+        answer = await rig.http.post("/v1/messages", json=body, headers={"anthropic-version": named})
+        assert answer.status_code == 200
+        answers.append({name: value for name, value in answer.json().items() if name != "id"})
+    assert answers[0] == answers[1]

@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from websockets.asyncio.client import connect
 
 from tests.support.rig import CALL, REASONED, TEXT, WEATHER_SCHEMA
 
@@ -158,14 +159,28 @@ async def asked(rig, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[st
     return response, events
 
 
+async def asked_by_websocket(rig, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """As `asked`; every answer is a stream."""
+    events: list[dict[str, Any]] = []
+    async with connect(f"ws{rig.gateway.http_url.removeprefix('http')}/v1/responses") as socket:
+        await socket.send(json.dumps({"type": "response.create", "model": "quire-tiny"} | body))
+        while not events or "response" not in events[-1] or events[-1]["response"]["status"] == "in_progress":
+            events.append(json.loads(await socket.recv()))
+            assert "response" in events[0], events[0]
+            jsonschema.validate(events[-1], EVENTS[events[-1]["type"]])
+    return events[-1]["response"], events
+
+
+@pytest.mark.parametrize("ask", [asked, asked_by_websocket])
 @pytest.mark.parametrize("template", ASKED)
-async def test_six_of_the_seven_acceptance_templates_pass(rig, template):
+async def test_six_of_the_seven_acceptance_templates_pass(rig, template, ask):
     calls_tool = template.startswith("tool-calling")
     rig.says(CALL if calls_tool else TEXT)
-    response, events = await asked(rig, ASKED[template])
+    response, events = await ask(rig, ASKED[template])
     assert response["status"] == "completed"
     assert [item["type"] for item in response["output"]] == ["function_call" if calls_tool else "message"]
-    assert bool(events) == bool(ASKED[template].get("stream"))
+    assert bool(events) == (ask is asked_by_websocket or bool(ASKED[template].get("stream")))
+    jsonschema.validate(response, RESPONSE)
     if events and calls_tool:
         kinds = [event["type"] for event in events]
         assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= {*kinds}

@@ -203,3 +203,24 @@ async def test_what_shall_not_be_stored_is_not(client):
     response = await client.responses.create(model="quire-tiny", input="hello", store=False)
     with pytest.raises(NotFoundError, match="not known to this gateway"):
         await client.responses.retrieve(response.id)
+
+
+async def test_a_compacted_conversation_has_the_users_messages_and_a_summary_that_can_be_sent_back(client, rig):
+    first = await client.responses.create(model="quire-tiny", input="I am Alice.")
+    rig.says("Alice came.")
+    short = await client.responses.compact(
+        model="quire-tiny", previous_response_id=first.id, input=[{"role": "user", "content": "Who?"}]
+    )
+    assert (short.object, short.usage.input_tokens_details.cached_tokens) == ("response.compaction", 0)
+    assert [item.type for item in short.output] == ["message", "message", "compaction"]
+    assert [item.content[0].text for item in short.output[:2]] == ["I am Alice.", "Who?"]
+    assert TEXT.strip() in prompt_text_of(rig.scheduler.submits[-1])
+    output = [item.to_dict(warnings=False) for item in short.output]
+    later = await client.responses.create(model="quire-tiny", input=[*output, {"role": "user", "content": "And now?"}])
+    assert later.status == "completed"
+    prompt = prompt_text_of(rig.scheduler.submits[-1])
+    assert prompt.index("Who?") < prompt.index("Alice came.") < prompt.index("And now?")
+    assert TEXT.strip() not in prompt
+    with pytest.raises(BadRequestError) as refused:
+        await client.responses.compact(model="quire-tiny")
+    assert refused.value.param == "input"

@@ -43,6 +43,7 @@ RUNNING = {
     "/v1/completions": {"prompt": "hello"},
     "/v1/chat/completions": {"messages": MESSAGES},
     "/v1/responses": {"input": "hello"},
+    "/v1/responses/compact": {"input": "hello"},
     "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages": {"messages": MESSAGES, "max_tokens": 3, "model": "quire-tiny"},
     "/v1/messages/count_tokens": {"messages": MESSAGES, "model": "quire-tiny"},
