@@ -81,6 +81,9 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "measure a server under load, or draw what was measured",
             {"": "quire_cli.bench.flags:BenchFlags", "plot": "quire_cli.bench.flags:PlotFlags"},
         ),
+        "torture": Command.of(
+            "quire_cli.torture", "TortureFlags", "find out what a server loses when its processes die under load"
+        ),
         "simulate": Command.of(
             "quire_cli.simulate", "SimulateFlags", "simulate a replica under load: latencies, and what limits them"
         ),
