@@ -25,6 +25,8 @@ from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_torture.client import Client, FailedError, Progress
+from quire_torture.traffic import COMPLETIONS, Call, Question
 
 _PROMPTS = ("Once upon a time", "The old man and the", "Question: What is the opposite of hot?", "In the morning she")
 _MAX_TOKENS = 120
@@ -76,26 +78,18 @@ class OrdinaryCaller:
         return "".join(pieces)
 
     async def _over_http(self, prompt: str, temperature: float) -> str:
-        call = {"prompt": prompt, "temperature": temperature, "seed": self.number, "max_tokens": _MAX_TOKENS}
-        pieces: list[str] = []
-        is_done = False
-        async with self.http.stream("POST", "/v1/completions", json=call | {"stream": True, "ignore_eos": True}) as got:
-            if got.status_code == httpx.codes.TOO_MANY_REQUESTS:
-                raise RefusedError
-            got.raise_for_status()
-            async for line in got.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    is_done = True
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                pieces += [choice["text"] for choice in event["choices"]]
-        if not is_done:
-            raise RuntimeError("the stream ended before [DONE]")
-        return "".join(pieces)
+        body = {"prompt": prompt, "temperature": temperature, "seed": self.number, "max_tokens": _MAX_TOKENS}
+        body |= {"stream": True, "ignore_eos": True}
+        call = Call(self.number, Question(self.number, "completion stream", "-", COMPLETIONS, body))
+        try:
+            answer = await Client(self.http, "", "", num_retries=0).send(Progress(call))
+        except FailedError as error:
+            if str(error) == f"HTTP {httpx.codes.TOO_MANY_REQUESTS:d}":
+                raise RefusedError from error
+            raise
+        if answer.breaches or not answer.is_complete:
+            raise FailedError("the stream ended before [DONE]", detail=str(answer.breaches))
+        return answer.choices[0].text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +199,7 @@ async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, f
         except RefusedError:
             findings.num_refused += 1
             await asyncio.sleep(_BACK_OFF_S)
-        except (QuireError, httpx.HTTPError, RuntimeError, TimeoutError) as error:
+        except (QuireError, FailedError, TimeoutError) as error:
             findings.failures[f"{type(error).__name__} {error}"] += 1
             await asyncio.sleep(_BACK_OFF_S)
         else:

@@ -32,6 +32,15 @@ class Link:
 
     @contextlib.asynccontextmanager
     async def listening(self, path: Path | None = None) -> AsyncIterator["Link"]:
+        await self.start(path)
+        try:
+            yield self
+        finally:
+            self.let_pass()
+            self.close()
+
+    async def start(self, path: Path | None = None) -> None:
+        """Listens at a unix socket, or at a free port."""
         if path is None:
             server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
             self.address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
@@ -39,14 +48,9 @@ class Link:
             server = await asyncio.start_unix_server(self._serve, path)
             self.address = f"unix:{path}"
         self._server = server
-        try:
-            yield self
-        finally:
-            self.let_pass()
-            self.close()
 
     def close(self) -> None:
-        """Cuts the link for good, as if the machine behind it died."""
+        """Cuts the link for good, as if the machine behind it died. May be called again."""
         assert self._server is not None, "it does not listen"
         self._accepts = False
         self._server.close()
