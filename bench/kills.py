@@ -600,7 +600,8 @@ async def _caller(
     )
     base_url = f"http://{cluster.http[number % len(cluster.http)].address}"
     plain = await stack.enter_async_context(httpx.AsyncClient(timeout=_CALL_TIMEOUT_S))
-    http = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="-", max_retries=0, http_client=plain)
+    http = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="-", max_retries=0, timeout=_CALL_TIMEOUT_S)
+    await stack.enter_async_context(http)
     name = (await client.list_models())[0].name
     kind = kinds[(number + arguments.seed) % len(kinds)]
     return Caller(number, kind, client, http, plain, base_url, name, findings.note_token)

@@ -142,10 +142,13 @@ async def _torture(plan: Plan, flags: TortureFlags) -> int:
         if unstable:
             print(f"{len(unstable)} of {len(torture.questions)} requests have two answers without company;", end=" ")
             print("only the form of their answers is checked:", ", ".join(sorted({each.kind for each in unstable})))
-        reports = {"alone": torture.alone, "without faults": await torture.run(torture.story(with_faults=False))}
+        reports = {
+            "undisturbed": torture.undisturbed,
+            "without faults": await torture.run(torture.story(with_faults=False)),
+        }
         if plan.faults:
             reports["with faults"] = await torture.run(torture.story(with_faults=True))
-        reports["alone, after"] = await torture.run(torture.each_question(), num_streams=1)
+        reports["undisturbed, after"] = await torture.run(torture.each_question(), num_streams=1)
         _print(reports, plan)
         if flags.out is not None:
             write(flags.out, as_json(plan, torture.model, reports, torture.unsupported))
@@ -162,7 +165,7 @@ def _bad(reports: Mapping[str, Report]) -> Report | None:
         return reports["with faults"]
     if without.count(*WRONG - COMPANY):
         return without
-    return reports["alone, after"] if reports["alone, after"].count(*WRONG) else None
+    return reports["undisturbed, after"] if reports["undisturbed, after"].count(*WRONG) else None
 
 
 def _print(reports: Mapping[str, Report], plan: Plan) -> None:

@@ -32,8 +32,8 @@ class Progress:
     """A call that runs.
 
     Attributes:
-        caller: The number of its caller, of those at once.
-        reading: What has come of its answer; None before the first byte.
+        caller: The number of its caller.
+        reading: Its answer as read so far; None before the first byte.
         has_left: Whether its caller goes away, or has gone.
         first_s: Seconds from its beginning to the first output.
     """
@@ -59,7 +59,7 @@ class Client:
 
     Attributes:
         base_url: Without /v1.
-        num_retries: Of a request that failed before its answer began; OpenAI's clients have 2.
+        num_retries: Maximum retries of a request that failed before its answer began; OpenAI's clients have 2.
         on_output: Called with each call that has just got output.
     """
 
@@ -70,7 +70,7 @@ class Client:
     on_output: Callable[[Progress], None] = lambda _: None
 
     async def send(self, progress: Progress) -> Answer:
-        """Raises FailedError. What came before it is in `progress`."""
+        """Raises FailedError. `progress` has the part of the answer before it."""
         rng = Random(progress.call.number)
         while True:
             try:

@@ -82,7 +82,7 @@ class Link:
         self._open |= ends
         if not self._accepts:
             self.reset()
-        # Cancelled if the event loop ends, of which asyncio would print a traceback.
+        # asyncio prints a traceback if the task is cancelled, as at the end of the event loop.
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
         self._open -= ends

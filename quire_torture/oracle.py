@@ -13,7 +13,7 @@ _MIN_ALIKE = 24
 
 
 class Verdict(StrEnum):
-    """What is wrong with an answer that the server calls complete, or with its end."""
+    """A defect of an answer that the server calls complete, or of its end."""
 
     LOST = "lost"
     """Text is missing, or the stream ended without an end."""
@@ -52,7 +52,7 @@ class Oracle:
     Attributes:
         expected: By the number of the question; a question whose answers differ without company has None: only its
             form is checked.
-        canaries: Of all questions, by their numbers.
+        canaries: The canary of each question, by its number.
         max_drift: Maximum difference of log probabilities.
     """
 
@@ -61,7 +61,7 @@ class Oracle:
     max_drift: float = 0.0
 
     def judge(self, question: Question, answer: Answer, *, is_partial: bool = False) -> list[Finding]:
-        """What is wrong with an answer; a partial one broke or was left, and must be the beginning of the expected."""
+        """The defects of an answer; a partial one broke or was left, and must be the beginning of the expected."""
         findings = [Finding(Verdict.MALFORMED, each) for each in answer.breaches]
         said = "".join(choice.text for choice in answer.choices.values())
         expected = self.expected[question.number]

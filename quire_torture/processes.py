@@ -26,7 +26,7 @@ class Process:
 
     @property
     def state(self) -> str | None:
-        """The letter of /proc: "T" if it is stopped; None if it has ended, also if nobody has waited for it."""
+        """The letter of /proc: "T" if it is stopped; None if it has ended, also if its parent has not waited for it."""
         fields = _stat(self.pid)
         return None if fields is None or int(fields[19]) != self.started or fields[0] in "ZX" else fields[0]
 

@@ -1,4 +1,4 @@
-"""What a torture has found, as lines for people, as JSON, and as a script that repeats it."""
+"""The findings of a torture, as lines for people, as JSON, and as a script that repeats it."""
 
 import json
 import shlex
@@ -51,7 +51,8 @@ def by_text(report: Report) -> dict[str, list[Struck]]:
 
 
 def medians_of(struck: Sequence[Struck], num_streams: int) -> tuple[Median | None, Median | None]:
-    """Of the callers' median pause at each fault, where a caller without a pause has 0; and of the time to service."""
+    """Medians of the callers' median pause at each fault, where a caller without a pause has 0, and of the time until
+    the server serves again."""
     pauses = list[float]()
     for each in struck:
         values = sorted(each.pauses_s.values(), reverse=True)
@@ -61,7 +62,7 @@ def medians_of(struck: Sequence[Struck], num_streams: int) -> tuple[Median | Non
 
 
 def findings(reports: Mapping[str, Report]) -> Iterator[str]:
-    """What was wrong, some examples of each verdict, and the errors by kind."""
+    """The defects, some examples of each verdict, and the errors by kind."""
     for name, report in reports.items():
         shown = Counter[Verdict]()
         for wrong in report.wrongs:
@@ -112,7 +113,7 @@ def _interval(median: Median | None) -> dict[str, float] | None:
 def script(plan: Plan, model: str, steps: Sequence[Step], wrongs: Sequence[Wrong]) -> str:
     """A shell script that sends the calls of a small story at once, with its faults between them."""
     base = plan.url.rstrip("/").removesuffix("/v1")
-    lines = ["#!/bin/sh", "# Each answer is in answer-NUMBER. What was wrong:"]
+    lines = ["#!/bin/sh", "# Each answer is in answer-NUMBER. The defects were:"]
     lines += [
         f"# call {each.call.number}: {each.finding.verdict}: {each.finding.detail}" for each in wrongs[:_MAX_SHOWN]
     ]
@@ -129,7 +130,7 @@ def script(plan: Plan, model: str, steps: Sequence[Step], wrongs: Sequence[Wrong
 
 
 def is_bad(report: Report, without: Report) -> bool:
-    """Whether a run has wrong answers beyond those of the run without faults."""
+    """Whether a run has more wrong answers than the run without faults."""
     return any(report.count(each) > without.count(each) for each in WRONG)
 
 

@@ -38,7 +38,7 @@ class Plan:
     Attributes:
         url: With or without /v1.
         model: None is the only one that the server has.
-        num_requests: Of the run with faults, and of the equal one without.
+        num_requests: Requests of the run with faults, and of the equal one without.
         num_questions: Different requests among them.
         num_streams: Callers at once.
         faults: Each happens `times` times, in an order drawn by the seed.
@@ -91,7 +91,7 @@ class Struck:
 
 @dataclass(slots=True)
 class Report:
-    """What one run has shown.
+    """The findings of one run.
 
     Attributes:
         num_left: Calls whose caller went away; their beginnings are compared.
@@ -125,7 +125,7 @@ class Torture:
 
     Attributes:
         unsupported: Kinds of requests that the server refuses without company, and its reasons.
-        alone: The run without company.
+        undisturbed: The run without company.
     """
 
     def __init__(self, plan: Plan, place: Place, client: Client, say: Callable[[str], None]) -> None:
@@ -133,7 +133,7 @@ class Torture:
         self.place = Place(place.root, place.link, self._make_one_leave)
         self.questions: list[Question] = []
         self.unsupported: dict[str, str] = {}
-        self.alone = Report()
+        self.undisturbed = Report()
         self.oracle = Oracle({}, {})
         self._client = Client(client.http, client.base_url, client.model, client.num_retries, self._note_output)
         self._say = say
@@ -173,7 +173,7 @@ class Torture:
             model = plan.model or await _only_model(http, base_url, plan)
             place = Place(root, link, lambda: False)
             torture = cls(plan, place, Client(http, base_url, model, plan.num_retries), say)
-            await torture._ask_alone()
+            await torture._ask_undisturbed()
             watching = asyncio.create_task(torture._watch())
             try:
                 yield torture
@@ -181,7 +181,7 @@ class Torture:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
 
-    async def _ask_alone(self) -> None:
+    async def _ask_undisturbed(self) -> None:
         """Asks each question twice without company: what differs then is compared no further."""
         plan, kinds = self.plan, list[str]()
         for kind in KINDS:
@@ -195,7 +195,7 @@ class Torture:
         self.questions = draw_questions(plan.seed, plan.num_questions, plan.limits, kinds)
         canaries = {each.number: each.canary for each in self.questions}
         expected: dict[int, Answer | None] = {}
-        drift, alone = 0.0, Oracle(dict.fromkeys(canaries), canaries)
+        drift, undisturbed = 0.0, Oracle(dict.fromkeys(canaries), canaries)
         for question in self.questions:
             try:
                 first, second = [await self._ask(question) for _ in range(2)]
@@ -205,8 +205,8 @@ class Torture:
             expected[question.number] = first if same_answer(first, second) else None
             drift = max(drift, drift_of(first, second)) if same_answer(first, second) else drift
             call = Call(-1 - question.number, question)
-            self.alone.wrongs += [Wrong(call, each) for each in alone.judge(question, first)]
-        self.alone.num_calls = 2 * len(self.questions)
+            self.undisturbed.wrongs += [Wrong(call, each) for each in undisturbed.judge(question, first)]
+        self.undisturbed.num_calls = 2 * len(self.questions)
         self.oracle = Oracle(expected, canaries, drift)
 
     @property
@@ -221,7 +221,7 @@ class Torture:
         except TimeoutError:
             raise FailedError(f"no answer within {_FIRST_ANSWER_S:.0f} s") from None
         if progress.first_s is not None:
-            self.alone.firsts_s.append(progress.first_s)
+            self.undisturbed.firsts_s.append(progress.first_s)
         return answer
 
     def story(self, *, with_faults: bool) -> Iterator[Step]:
@@ -251,6 +251,10 @@ class Torture:
         """Whether the last fault is over: the server has served a request since."""
         return self._striking is None or self._striking.done()
 
+    async def _until_calm(self) -> None:
+        if self._striking is not None:
+            await self._striking
+
     async def run(self, story: Iterable[Step], num_streams: int | None = None) -> Report:
         """Takes the steps of a story in their order. A fault waits until the one before is over."""
         report, began = Report(), time.monotonic()
@@ -267,8 +271,7 @@ class Torture:
                         report.num_calls += 1
                         await asyncio.sleep(max(0.0, began + report.num_calls / self.plan.rate - time.monotonic()))
                         return step
-                    if self._striking is not None:
-                        await self._striking
+                    await self._until_calm()
                     self._striking = asyncio.create_task(self._strike(step, report, rng))
                 return None
 
@@ -279,8 +282,7 @@ class Torture:
         async with asyncio.TaskGroup() as group:
             for caller in range(num_streams or self.plan.num_streams):
                 group.create_task(call_on(caller))
-        if self._striking is not None:
-            await self._striking
+        await self._until_calm()
         report.seconds = time.monotonic() - began
         return report
 

@@ -10,7 +10,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PEOPLE = ("girl", "boy", "king", "baker", "sailor", "doctor", "farmer", "teacher")
 _THINGS = ("ball", "boat", "letter", "clock", "garden", "horse", "kite", "lamp")
 _PLACES = ("park", "harbour", "forest", "market", "castle", "school", "river", "village")
-_STORY = "Once upon a time there was a little girl who had a red ball. She went to the park with her dog. "
+_STORY = "Once upon a time there was a little girl with a red ball. She went to the park with her dog. "
 _SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "green", "blue"]}, "size": {"enum": ["small", "large"]}},
@@ -92,8 +92,8 @@ _Draw = Callable[[Random, str, Limits], tuple[str, dict[str, Any]]]
 
 
 def _tale(rng: Random, canary: str) -> str:
-    who, what, where = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
-    return f"{canary}: the {who} lost the {what} near the {where}. Then the {who}"
+    person, thing, place = rng.choice(_PEOPLE), rng.choice(_THINGS), rng.choice(_PLACES)
+    return f"{canary}: the {person} lost the {thing} near the {place}. Then the {person}"
 
 
 def _completion(**fields: Any) -> _Draw:
@@ -140,7 +140,7 @@ def _turns(rng: Random, canary: str, limits: Limits) -> tuple[str, dict[str, Any
         {"role": "system", "content": "You tell short stories."},
         {"role": "user", "content": _tale(rng, canary)},
         {"role": "assistant", "content": "They looked for it until the evening."},
-        {"role": "user", "content": f"What did the {rng.choice(_PEOPLE)} do?"},
+        {"role": "user", "content": f"And what did the {rng.choice(_PEOPLE)} do?"},
     ]
     return CHAT, _sized(rng, limits) | {"messages": messages, **_STREAM}
 

@@ -155,7 +155,7 @@ class Commands:
     @property
     def response_store(self) -> str:
         """Where gateways keep responses. By default in a file that lasts as long as this process: a gateway that is
-        started again has the responses of the one before, and continues those in the background."""
+        started again has the responses of the one before, and continues background responses."""
         place = self.settings.response_store
         has_file = place == MEMORY and "responses" in self.settings.fronts
         return f"{SQLITE}{self.directory / 'responses.db'}" if has_file else place

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Defects:
-    """What is wrong with the server.
+    """The defects of the server.
 
     Attributes:
         drops_every: Each token whose number, of all answers, is a multiple of it is not sent.

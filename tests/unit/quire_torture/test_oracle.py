@@ -1,4 +1,4 @@
-"""What answers, their differences and their medians are called."""
+"""Judgements of answers, differences of texts, and medians."""
 
 import pytest
 

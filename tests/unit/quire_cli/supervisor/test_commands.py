@@ -46,6 +46,7 @@ OWN = {
     "metrics_model",
     # A worker adds it to its own command if a sleep discards its weights.
     "load",
+    "response_store",
 }
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
