@@ -14,11 +14,13 @@ from urllib.parse import urlsplit
 from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_torture.faults import Fault, command_fault, parse_fault
 from quire_torture.oracle import COMPANY, WRONG
-from quire_torture.report import as_json, fault_table, findings, is_bad, script, table, write
+from quire_torture.report import as_json, fault_table, findings, first_outputs, script, table, write, wrong_beyond
 from quire_torture.run import CannotTortureError, Plan, Report, Torture
 from quire_torture.traffic import Limits
 
 PROGRAM = "quire torture"
+_FULL = "HTTP 429"
+"""The error of a server that has no room, which it may say of too many requests at once."""
 
 
 def _one(text: str) -> tuple[str]:
@@ -153,7 +155,7 @@ async def _torture(plan: Plan, flags: TortureFlags) -> int:
         if flags.out is not None:
             write(flags.out, as_json(plan, torture.model, reports, torture.unsupported))
         bad = _bad(reports)
-        if bad is not None and flags.shrink:
+        if bad is not None and bad.count(*WRONG) and flags.shrink:
             await _shrink(torture, bad, flags)
         return 0 if bad is None else 1
 
@@ -161,15 +163,16 @@ async def _torture(plan: Plan, flags: TortureFlags) -> int:
 def _bad(reports: Mapping[str, Report]) -> Report | None:
     """The run that has wrong answers which company does not explain: without faults, what is lost or another's."""
     without = reports["without faults"]
-    if "with faults" in reports and is_bad(reports["with faults"], without):
+    if "with faults" in reports and wrong_beyond(reports["with faults"], without):
         return reports["with faults"]
-    if without.count(*WRONG - COMPANY):
+    if without.count(*WRONG - COMPANY) or set(without.errors) - {_FULL}:
         return without
-    return reports["undisturbed, after"] if reports["undisturbed, after"].count(*WRONG) else None
+    after = reports["undisturbed, after"]
+    return after if after.wrongs else None
 
 
 def _print(reports: Mapping[str, Report], plan: Plan) -> None:
-    print(*table(reports), sep="\n")
+    print(*table(reports), "", *first_outputs(reports), sep="\n")
     if plan.faults:
         print("", *fault_table(reports, plan.num_streams), sep="\n")
     print("", *findings(reports), sep="\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from quire_torture.link import Link
 from quire_torture.processes import Process, named
 
 _PLACE = re.compile(r"\{pid:([^{}]+)\}")
-_ENDS_S, _STOPS_S, _COMMAND_S = 30.0, 5.0, 120.0
+_ENDS_S, _STOPS_S, _COMMAND_S, _MARK_S = 30.0, 5.0, 120.0, 1.0
 _LINK_S = 5.0
 """How long a link is held, delayed or slow, a disk full, and memory taken."""
 _DELAY_S, _SLOW_BYTES_PER_S = 0.3, 20_000.0
@@ -138,8 +139,10 @@ def _command_on(text: str) -> Callable[[Place, Random], Awaitable[str]]:
         pids = iter(picked)
         command = _PLACE.sub(lambda _: str(next(pids).pid), text)
         said = await _run(*shlex.split(command))
-        # A command that only looks at the process leaves no mark.
-        await asyncio.sleep(0.05)
+        for _ in range(round(_MARK_S / 0.05)):
+            if all(each.state in _STATES for each in picked):
+                break
+            await asyncio.sleep(0.05)
         states = [f"{each.pid} is {_STATES.get(each.state, 'still there')}" for each in picked]
         return f"{command}: {said}, {', '.join(states)}"
 
@@ -235,7 +238,9 @@ def _write_all(filler: Path) -> int:
             try:
                 written += file.write(piece)
             except OSError as error:
-                return written if written or error.errno else 0
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    return written
+                raise
     raise NothingHappenedError(f"{filler.parent} has more than {_MAX_FILL >> 30} GiB; give a small file system")
 
 

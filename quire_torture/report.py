@@ -1,6 +1,7 @@
 """The findings of a torture, as lines for people, as JSON, and as a script that repeats it."""
 
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +28,19 @@ _COLUMNS = {
 
 def table(reports: Mapping[str, Report]) -> Iterator[str]:
     """One line for each run."""
-    yield f"{'':<16}{'requests':>9}{'equal':>7}{'left':>6}" + "".join(f"{name:>10}" for name in _COLUMNS)
+    yield f"{'':<20}{'requests':>9}{'equal':>7}{'left':>6}" + "".join(f"{name:>10}" for name in _COLUMNS)
     for name, report in reports.items():
         counts = "".join(f"{report.count(*verdicts):>10}" for verdicts in _COLUMNS.values())
-        yield f"{name:<16}{report.num_calls:>9}{report.num_equal:>7}{report.num_left:>6}{counts}"
+        yield f"{name:<20}{report.num_calls:>9}{report.num_equal:>7}{report.num_left:>6}{counts}"
+
+
+def first_outputs(reports: Mapping[str, Report]) -> Iterator[str]:
+    """One line for each run: how long requests wait for their first output in company."""
+    for name, report in reports.items():
+        if report.firsts_s:
+            longest = sorted(report.firsts_s)[-1 - len(report.firsts_s) // 100]
+            median = median_of(report.firsts_s)
+            yield f"{name:<20}seconds to the first output: median {median!s}, p99 {longest:.2f}"
 
 
 def fault_table(reports: Mapping[str, Report], num_streams: int) -> Iterator[str]:
@@ -125,13 +135,30 @@ def script(plan: Plan, model: str, steps: Sequence[Step], wrongs: Sequence[Wrong
             head = f"curl -sN{limit}{key} -H 'Content-Type: application/json' {base}{step.question.path}"
             lines.append(f"{head} -d {body} > answer-{step.number} &")
         elif step is not NOTHING:
-            lines.append(f"sleep 0.3  # fault: {step.text}")
+            lines += ["sleep 0.3", _as_command(step.text)]
     return "\n".join([*lines, "wait", ""])
 
 
-def is_bad(report: Report, without: Report) -> bool:
-    """Whether a run has more wrong answers than the run without faults."""
-    return any(report.count(each) > without.count(each) for each in WRONG)
+def _as_command(fault: str) -> str:
+    """A fault as a command of the shell, or as a comment if only the tool can do it."""
+    word, _, name = fault.partition(" ")
+    pid = f"$(pgrep -of {shlex.quote(name)})"
+    match word:
+        case "kill" | "term" if "{pid:" not in fault:
+            return f"kill -{word.upper()} {pid}"
+        case "stop":
+            return f"kill -STOP {pid}; (sleep 5; kill -CONT {pid}) &"
+        case _:
+            command = re.sub(r"\{pid:([^{}]+)\}", lambda found: f"$(pgrep -of {shlex.quote(found[1])})", fault)
+            return command if command != fault else f"# here: {fault}"
+
+
+def wrong_beyond(report: Report, without: Report) -> set[Verdict]:
+    """The verdicts that are more frequent than in the run without faults, and not by chance: by more than two standard
+    deviations of that number."""
+    ratio = report.num_calls / max(1, without.num_calls)
+    expected = {each: without.count(each) * ratio for each in WRONG}
+    return {each for each in WRONG if report.count(each) > expected[each] + 2 * expected[each] ** 0.5}
 
 
 def write(path: Path, facts: Mapping[str, Any]) -> None:

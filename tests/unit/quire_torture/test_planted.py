@@ -1,11 +1,15 @@
 """Defects that are planted in a small server are found, told and shrunk."""
 
+import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire_cli.torture import main
 from quire_torture.faults import parse_fault
 from quire_torture.oracle import Verdict
 from quire_torture.report import script
@@ -93,3 +97,16 @@ async def test_faults_of_the_link_and_of_clients_happen_and_are_proven() -> None
         assert sorted(each.text for each in report.struck) == ["cut", "cut", "leave", "leave"]
         assert all(each.proof and each.served_s is not None for each in report.struck)
         assert verdicts(report) <= {Verdict.ERROR}
+
+
+async def test_command_tells_what_it_found_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, repeated = tmp_path / "out.json", tmp_path / "again.sh"
+    flags = ["--requests=60", "--questions=13", "--max-tokens=8", "--fault=leave", "--times=1", f"--out={out}"]
+    async with Stub().listening() as stub:
+        assert await asyncio.to_thread(main, [stub.url, *flags]) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert runs["with faults"]["faults"]["leave"]["times"] == 1
+    async with Stub(Defects(drops_every=97)).listening() as stub:
+        assert await asyncio.to_thread(main, [stub.url, *flags, "--shrink=5", f"--script={repeated}"]) == 1
+    assert "lost: call" in capsys.readouterr().out
+    assert "curl" in repeated.read_text()
