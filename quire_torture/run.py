@@ -23,8 +23,8 @@ from quire_torture.traffic import COMPLETIONS, KINDS, Call, Limits, Question, dr
 _PROBE_EVERY_S, _PROBE_TIMEOUT_S, _FIRST_ANSWER_S = 0.25, 10.0, 120.0
 _MAX_TRIES = 3
 """Tries of a fault that does not happen, for example because its process is just starting."""
-_PAUSE_S = 0.1
-"""A shorter time between two outputs of a caller is no pause."""
+_PAUSE_S, _LATENCY_S = 0.1, 1.0
+"""A shorter time between two outputs of a caller is no pause, and the time until a fault has its effect."""
 
 
 class CannotTortureError(Exception):
@@ -79,11 +79,13 @@ class Struck:
     """A fault that has happened.
 
     Attributes:
-        pauses_s: The longest pause of each caller's output until the next fault, in seconds, if it is a pause.
+        at: When it began, in seconds of the monotonic clock.
+        pauses_s: The longest pause of each caller's output that began before the next fault, in seconds.
         served_s: Seconds until a request succeeded again; None if none did.
     """
 
     text: str
+    at: float
     proof: str = ""
     pauses_s: dict[int, float] = field(default_factory=dict[int, float])
     served_s: float | None = None
@@ -337,12 +339,13 @@ class Torture:
 
     def _note_output(self, progress: Progress) -> None:
         now = time.monotonic()
-        gap = now - self._last_output.get(progress.caller, now)
+        last = self._last_output.get(progress.caller, now)
         if progress.caller in self._last_output:
             self._last_output[progress.caller] = now
-        if self._struck and gap >= _PAUSE_S:
-            pauses = self._struck[-1].pauses_s
-            pauses[progress.caller] = max(gap, pauses.get(progress.caller, 0.0))
+        # The last fault before the pause: a later one may have happened before its end.
+        struck = next((each for each in reversed(self._struck) if each.at <= last + _LATENCY_S), None)
+        if struck is not None and now - last >= _PAUSE_S:
+            struck.pauses_s[progress.caller] = max(now - last, struck.pauses_s.get(progress.caller, 0.0))
 
     def _make_one_leave(self) -> bool:
         """Makes the caller go away whose stream has begun last."""
@@ -356,7 +359,7 @@ class Torture:
         """Lets a fault happen, and waits until the server serves again."""
         await asyncio.sleep(rng.uniform(0.0, 0.3))
         for tries_left in reversed(range(_MAX_TRIES)):
-            struck = Struck(fault.text)
+            struck = Struck(fault.text, time.monotonic())
             report.struck.append(struck)
             try:
                 struck.proof = await fault.happen(self.place, rng)
