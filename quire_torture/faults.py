@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 from quire_torture.link import Link
-from quire_torture.processes import Process, named
+from quire_torture.processes import Process, listener_of, named, own_processes, root_of
 
 _PLACE = re.compile(r"\{pid:([^{}]+)\}")
 _ENDS_S, _STOPS_S, _COMMAND_S, _MARK_S = 30.0, 5.0, 120.0, 1.0
@@ -39,19 +39,27 @@ class NothingHappenedError(Exception):
     """A fault that did not happen; the message says why. It is not counted."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """The server that faults strike.
 
     Attributes:
-        root: The process whose tree is the server; None if it is not on this machine.
+        port: Its port.
         link: The proxy in front of the server.
         leave: Makes a client with an open stream go away; False if there is none.
+        root: The process whose tree is the server, if the user has named it.
     """
 
-    root: int | None
+    port: int
     link: Link
     leave: Callable[[], bool]
+    root: int | None = None
+
+    def tree(self) -> int | None:
+        """The process whose tree is the server now: another one after a restart. None if none of this user listens."""
+        if (self.root is None or self.root not in own_processes()) and (pid := listener_of(self.port)) is not None:
+            self.root = root_of(pid)
+        return self.root
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,8 @@ async def _run(*command: str) -> str:
 
 
 def _pick(place: Place, name: str, rng: Random) -> Process:
-    found = [] if place.root is None else named(place.root, name)
+    root = place.tree()
+    found = [] if root is None else named(root, name)
     if not found:
         raise NothingHappenedError(f"no process of the server is named {name}")
     return rng.choice(found)

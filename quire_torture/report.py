@@ -18,7 +18,8 @@ _MAX_SHOWN = 5
 _COLUMNS = {
     "lost": (Verdict.LOST,),
     "repeated": (Verdict.REPEATED, Verdict.REORDERED),
-    "changed": (Verdict.CHANGED, Verdict.DRIFTED),
+    "changed": (Verdict.CHANGED,),
+    "drifted": (Verdict.DRIFTED,),
     "foreign": (Verdict.CONTAMINATED,),
     "hung": (Verdict.HUNG,),
     "malformed": (Verdict.MALFORMED, Verdict.USAGE),

@@ -16,7 +16,7 @@ from quire_torture.client import Client, FailedError, Progress
 from quire_torture.faults import NOTHING, Fault, NothingHappenedError, Place
 from quire_torture.link import Link
 from quire_torture.oracle import WRONG, Finding, Oracle, Verdict, drift_of, same_answer
-from quire_torture.processes import listener_of, root_of
+from quire_torture.processes import listener_of
 from quire_torture.shrinking import fewest_of_runs
 from quire_torture.traffic import COMPLETIONS, KINDS, Call, Limits, Question, draw_calls, draw_questions
 
@@ -132,7 +132,7 @@ class Torture:
 
     def __init__(self, plan: Plan, place: Place, client: Client, say: Callable[[str], None]) -> None:
         self.plan = plan
-        self.place = Place(place.root, place.link, self._make_one_leave)
+        self.place = Place(place.port, place.link, self._make_one_leave, place.root)
         self.questions: list[Question] = []
         self.unsupported: dict[str, str] = {}
         self.undisturbed = Report()
@@ -158,10 +158,8 @@ class Torture:
         CannotTortureError."""
         parts = urlsplit(plan.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        root = plan.root
-        if root is None and (pid := listener_of(port)) is not None:
-            root = root_of(pid)
-        if root is None and any(fault.needs_process for fault in plan.faults):
+        needs_process = any(fault.needs_process for fault in plan.faults)
+        if needs_process and plan.root is None and listener_of(port) is None:
             raise CannotTortureError(f"no process of this user listens at port {port}; give --process-tree")
         timeout = httpx.Timeout(None, connect=_PROBE_TIMEOUT_S)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=plan.num_streams)
@@ -173,7 +171,7 @@ class Torture:
             through = f"http://{link.address}{parts.path}" if parts.scheme == "http" else plan.url
             base_url = through.rstrip("/").removesuffix("/v1")
             model = plan.model or await _only_model(http, base_url, plan)
-            place = Place(root, link, lambda: False)
+            place = Place(port, link, lambda: False, plan.root)
             torture = cls(plan, place, Client(http, base_url, model, plan.num_retries), say)
             await torture._ask_undisturbed()
             watching = asyncio.create_task(torture._watch())

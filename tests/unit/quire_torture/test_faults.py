@@ -37,7 +37,7 @@ async def server() -> AsyncIterator[Place]:
         assert listener_of(port) == process.pid
         while not all(named(process.pid, name) for name in ("one_svc", "other_svc")):  # noqa: ASYNC110 (exec)
             await asyncio.sleep(0.01)
-        yield Place(process.pid, Link(lambda: f"127.0.0.1:{port}"), lambda: False)
+        yield Place(port, Link(lambda: f"127.0.0.1:{port}"), lambda: False, process.pid)
     finally:
         for each in tree_of(process.pid).values():
             with contextlib.suppress(ProcessLookupError):
