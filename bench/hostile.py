@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from bench.kills_processes import held_by
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.address import TcpAddress, parse_address
@@ -231,12 +232,7 @@ async def _watch_health(address: TcpAddress, findings: Findings) -> None:
 async def _watch_memory(server: LocalServer, findings: Findings) -> None:
     while True:
         # Between its end and its next start the gateway has no process.
-        with contextlib.suppress(RuntimeError, FileNotFoundError, ProcessLookupError):
-            findings.gateway_mib.append(_resident_mib(server.process("gateway").pid))
+        with contextlib.suppress(RuntimeError):
+            if (held := held_by(server.process("gateway").pid)) is not None:
+                findings.gateway_mib.append(held.resident_mib)
         await asyncio.sleep(_MEMORY_EVERY_S)
-
-
-def _resident_mib(pid: int) -> float:
-    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError if there is none."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024
