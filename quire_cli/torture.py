@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -60,7 +60,7 @@ class TortureFlags:
         60.0, "seconds without output, while the server answers others, after which a request hangs", minimum=1
     )
     retries: int = setting(2, "retries of a request before its answer begins, as OpenAI's client has", minimum=0)
-    api_key: tuple[str, ...] = setting((), "keys; each request has one of them", variable="QUIRE_API_KEY")
+    api_key: tuple[str, ...] = setting((), "keys, by default $QUIRE_API_KEY; each request has one of them")
     process_tree: int | None = setting(
         None, "pid of the process that is the server, with all below it; found by the port if absent", minimum=2
     )
@@ -74,8 +74,10 @@ class TortureFlags:
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0 if no answer is wrong beyond the run without faults, else 1."""
-    flags = load_settings(TortureFlags, argv, os.environ, program=PROGRAM)
-    plan = _plan(flags)
+    # Variables are for services that run again and again; none may point a torture, or say whose the server is.
+    flags = load_settings(TortureFlags, argv, None, program=PROGRAM)
+    key = os.environ.get("QUIRE_API_KEY")
+    plan = _plan(flags if flags.api_key or not key else replace(flags, api_key=(key,)))
     try:
         return asyncio.run(_torture(plan, flags))
     except CannotTortureError as error:
