@@ -20,11 +20,14 @@ from pathlib import Path
 import httpx
 import numpy as np
 
+from bench.kills_processes import held_by
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.address import TcpAddress, parse_address
 from quire.rpc.errors import QuireError, ResourceExhausted
 from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_torture.client import Client, FailedError, Progress
+from quire_torture.traffic import COMPLETIONS, Call, Question
 
 _PROMPTS = ("Once upon a time", "The old man and the", "Question: What is the opposite of hot?", "In the morning she")
 _MAX_TOKENS = 120
@@ -76,26 +79,18 @@ class OrdinaryCaller:
         return "".join(pieces)
 
     async def _over_http(self, prompt: str, temperature: float) -> str:
-        call = {"prompt": prompt, "temperature": temperature, "seed": self.number, "max_tokens": _MAX_TOKENS}
-        pieces: list[str] = []
-        is_done = False
-        async with self.http.stream("POST", "/v1/completions", json=call | {"stream": True, "ignore_eos": True}) as got:
-            if got.status_code == httpx.codes.TOO_MANY_REQUESTS:
-                raise RefusedError
-            got.raise_for_status()
-            async for line in got.aiter_lines():
-                if not line.startswith("data: "):
-                    continue
-                if line == "data: [DONE]":
-                    is_done = True
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                if "error" in event:
-                    raise RuntimeError(event["error"]["message"])
-                pieces += [choice["text"] for choice in event["choices"]]
-        if not is_done:
-            raise RuntimeError("the stream ended before [DONE]")
-        return "".join(pieces)
+        body = {"prompt": prompt, "temperature": temperature, "seed": self.number, "max_tokens": _MAX_TOKENS}
+        body |= {"stream": True, "ignore_eos": True}
+        call = Call(self.number, Question(self.number, "completion stream", "-", COMPLETIONS, body))
+        try:
+            answer = await Client(self.http, "", "", num_retries=0).send(Progress(call))
+        except FailedError as error:
+            if str(error) == f"HTTP {httpx.codes.TOO_MANY_REQUESTS:d}":
+                raise RefusedError from error
+            raise
+        if answer.breaches or not answer.is_complete:
+            raise FailedError("the stream ended before [DONE]", detail=str(answer.breaches))
+        return answer.choices[0].text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -205,7 +200,7 @@ async def _stream_until(ends_at: float, caller: OrdinaryCaller, expected: str, f
         except RefusedError:
             findings.num_refused += 1
             await asyncio.sleep(_BACK_OFF_S)
-        except (QuireError, httpx.HTTPError, RuntimeError, TimeoutError) as error:
+        except (QuireError, FailedError, TimeoutError) as error:
             findings.failures[f"{type(error).__name__} {error}"] += 1
             await asyncio.sleep(_BACK_OFF_S)
         else:
@@ -237,12 +232,7 @@ async def _watch_health(address: TcpAddress, findings: Findings) -> None:
 async def _watch_memory(server: LocalServer, findings: Findings) -> None:
     while True:
         # Between its end and its next start the gateway has no process.
-        with contextlib.suppress(RuntimeError, FileNotFoundError, ProcessLookupError):
-            findings.gateway_mib.append(_resident_mib(server.process("gateway").pid))
+        with contextlib.suppress(RuntimeError):
+            if (held := held_by(server.process("gateway").pid)) is not None:
+                findings.gateway_mib.append(held.resident_mib)
         await asyncio.sleep(_MEMORY_EVERY_S)
-
-
-def _resident_mib(pid: int) -> float:
-    """Memory of a process that is in RAM. Raises FileNotFoundError or ProcessLookupError if there is none."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024

@@ -42,6 +42,7 @@ from quire.rpc.errors import QuireError
 from quire.runtime import failpoint
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.testing.server import write_order
+from quire_torture.client import FailedError
 
 _READY_TIMEOUT_S, _FAULT_TIMEOUT_S, _CALL_TIMEOUT_S = 90.0, 240.0, 600.0
 _OVERLAP = 0.25
@@ -592,11 +593,13 @@ async def _caller(
             retry=RetryPolicy(resume_for_s=_CALL_TIMEOUT_S),
         )
     )
-    base_url = f"http://{cluster.http[number % len(cluster.http)].address}/v1"
-    http = openai.AsyncOpenAI(base_url=base_url, api_key="-", max_retries=0, timeout=_CALL_TIMEOUT_S)
+    base_url = f"http://{cluster.http[number % len(cluster.http)].address}"
+    plain = await stack.enter_async_context(httpx.AsyncClient(timeout=_CALL_TIMEOUT_S))
+    http = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="-", max_retries=0, timeout=_CALL_TIMEOUT_S)
     await stack.enter_async_context(http)
     name = (await client.list_models())[0].name
-    return Caller(number, kinds[(number + arguments.seed) % len(kinds)], client, http, name, findings.note_token)
+    kind = kinds[(number + arguments.seed) % len(kinds)]
+    return Caller(number, kind, client, http, plain, base_url, name, findings.note_token)
 
 
 async def _undisturbed(caller: Caller) -> Output:
@@ -675,7 +678,7 @@ async def _call_until(ends_at: float, caller: Caller, expected: Output, findings
         began = time.monotonic()
         try:
             output = await _within(caller.call(), findings, bound_s)
-        except (AnswerError, QuireError, openai.OpenAIError, httpx.HTTPError, TimeoutError) as error:
+        except (AnswerError, FailedError, QuireError, openai.OpenAIError, TimeoutError) as error:
             # By then a standstill of the machine is known.
             await asyncio.sleep(2)
             _judge(error, caller, began, findings)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.runtime import failpoint
+from quire_torture.link import Link
 
-_CHUNK_BYTES = 64 * 1024
 _RESTART_S, _END_TIMEOUT_S = 0.3, 60
 _SERVICE = re.compile(r"-m\0(worker_svc|scheduler_svc|gateway)\0")
 _RANK = re.compile(r"--tensor-parallel-rank[=\0]([1-9]\d*)")
@@ -24,73 +24,6 @@ _SCHEDULER_SOCKET = re.compile(r"--listen[=\0](unix:[^\0]+scheduler[-\d]*\.sock)
 _GATEWAY_SOCKET = re.compile(r"/gateway-([1-9])\.sock")
 _GROWTH_MIB, _GROWTH = 32.0, 32
 """Limits of growth since before the first fault: megabytes of memory, and files or threads."""
-
-
-class Link:
-    """A port or a unix socket in front of another one, whose connections can be reset, held and delayed."""
-
-    def __init__(self, target: Callable[[], str]) -> None:
-        self._target = target
-        self._open: set[asyncio.StreamWriter] = set()
-        self._passes = asyncio.Event()
-        self._passes.set()
-        self.delay_s = 0.0
-        self.address = ""
-
-    @contextlib.asynccontextmanager
-    async def listening(self, path: Path | None = None) -> AsyncIterator["Link"]:
-        if path is None:
-            server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-            self.address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
-        else:
-            server = await asyncio.start_unix_server(self._serve, path)
-            self.address = f"unix:{path}"
-        try:
-            yield self
-        finally:
-            server.close()
-            self.let_pass()
-            self.reset()
-
-    def reset(self) -> None:
-        for writer in self._open:
-            writer.transport.abort()
-        self._open.clear()
-
-    def hold(self) -> None:
-        """No byte passes from now on, and neither side is notified."""
-        self._passes.clear()
-
-    def let_pass(self) -> None:
-        self._passes.set()
-        self.delay_s = 0.0
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, back = await _connect(self._target())
-        except (OSError, LookupError):
-            writer.transport.abort()
-            return
-        self._open |= {writer, back}
-        with contextlib.suppress(OSError):
-            await asyncio.gather(self._pass_on(reader, back), self._pass_on(there, writer))
-        self._open -= {writer, back}
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.closing(writer):
-            while data := await reader.read(_CHUNK_BYTES):
-                await self._passes.wait()
-                if self.delay_s:
-                    await asyncio.sleep(self.delay_s)
-                writer.write(data)
-                await writer.drain()
-
-
-async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    if address.startswith("unix:"):
-        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    host, _, port = address.rpartition(":")
-    return await asyncio.open_connection(host, int(port))
 
 
 class Kept:

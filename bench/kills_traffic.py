@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import httpx
 import openai
 
 from quire.client import (
@@ -19,8 +20,13 @@ from quire.client import (
     SequenceFinished,
     TokenChunk,
 )
+from quire_torture import traffic as torture
+from quire_torture.client import Client, Progress
+from quire_torture.traffic import Limits, draw_questions
 
 _NUM_TOKENS = 160
+_ASKED = "OpenAI: "
+"""The beginning of the names of the kinds that `quire torture` has, too."""
 _POLL_S = 0.25
 _SCHEMA = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30, "maxItems": 40}
 _STORY = "Once upon a time there was a little girl who had a red ball. She went to the park with her dog. "
@@ -52,7 +58,7 @@ class Caller:
         number: Makes its prompt and its seed.
         kind: A key of `KINDS`.
         client: Over gRPC, to all gateways.
-        http: OpenAI's client, to one of the gateways.
+        http: OpenAI's client, to one of the gateways; `plain` and `base_url` lead there, too.
         on_token: Called whenever something of a stream came.
     """
 
@@ -60,6 +66,8 @@ class Caller:
     kind: str
     client: AsyncClient
     http: openai.AsyncOpenAI
+    plain: httpx.AsyncClient
+    base_url: str
     model: str
     on_token: Callable[["Caller"], None]
     began: float = 0.0
@@ -130,56 +138,20 @@ async def _read_grpc(
     return sequences, stream.completed.usage.prompt_tokens
 
 
-async def _openai_chat(caller: Caller) -> Output:
-    stream = await caller.http.chat.completions.create(
-        model=caller.model, messages=_messages(caller), seed=caller.number, stream=True, max_tokens=_NUM_TOKENS
-    )
-    return await _read_choices(caller, stream, lambda choice: choice.delta.content)
+def _ask(kind: str) -> Call:
+    """A request that `quire torture` sends, too."""
 
+    async def call(caller: Caller) -> Output:
+        (question,) = draw_questions(caller.number, 1, Limits(max_tokens=_NUM_TOKENS), [kind])
+        progress = Progress(torture.Call(caller.number, question))
+        answer = await Client(
+            caller.plain, caller.base_url, caller.model, 0, on_output=lambda _: caller.on_token(caller)
+        ).send(progress)
+        if answer.breaches or not answer.is_complete:
+            raise AnswerError(f"doubled: {answer.breaches}" if answer.breaches else "lost: the stream ended early")
+        return answer
 
-async def _openai_completion(caller: Caller) -> Output:
-    stream = await caller.http.completions.create(
-        model=caller.model,
-        prompt=caller.prompt,
-        seed=caller.number,
-        n=2,
-        logprobs=2,
-        stream=True,
-        max_tokens=_NUM_TOKENS,
-    )
-    return await _read_choices(caller, stream, lambda choice: choice.text)
-
-
-async def _read_choices(
-    caller: Caller, stream: openai.AsyncStream[Any], text_of: Callable[[Any], str | None]
-) -> Output:
-    texts: dict[int, str] = {}
-    logprobs: dict[int, list[float]] = {}
-    ends: dict[int, str] = {}
-    async for event in stream:
-        caller.on_token(caller)
-        for choice in event.choices:
-            texts[choice.index] = texts.get(choice.index, "") + (text_of(choice) or "")
-            if getattr(choice, "logprobs", None) is not None:
-                logprobs.setdefault(choice.index, []).extend(choice.logprobs.token_logprobs)
-            if choice.finish_reason is not None:
-                if choice.index in ends:
-                    raise AnswerError("doubled: the end of a choice")
-                ends[choice.index] = choice.finish_reason
-    if set(ends) != set(texts) or not ends:
-        raise AnswerError("lost: the stream ended early")
-    return texts, logprobs, ends
-
-
-async def _openai_whole(caller: Caller) -> Output:
-    answer = await caller.http.chat.completions.create(
-        model=caller.model,
-        messages=_messages(caller),
-        seed=caller.number,
-        max_tokens=_NUM_TOKENS,
-        response_format={"type": "json_schema", "json_schema": {"name": "colours", "schema": _SCHEMA}},
-    )
-    return answer.choices[0].message.content, answer.choices[0].finish_reason
+    return call
 
 
 async def _background(caller: Caller) -> Output:
@@ -230,10 +202,6 @@ async def _ask_again(ask: Callable[[str], Awaitable[Any]], asked_for: str) -> An
             await asyncio.sleep(_POLL_S)
 
 
-def _messages(caller: Caller) -> list[Any]:
-    return [{"role": "user", "content": caller.prompt}]
-
-
 KINDS: Mapping[str, Call] = {
     "greedy": _generate(GenerationOptions(temperature=0.0, max_tokens=_NUM_TOKENS, ignore_eos=True)),
     "sampled": _generate(_FREE),
@@ -256,13 +224,11 @@ KINDS: Mapping[str, Call] = {
     "last": _generate(_FREE, priority=-5, length=2),
     "pinned": _pinned,
     "turns": _turns,
-    "OpenAI chat": _openai_chat,
-    "OpenAI completion": _openai_completion,
-    "OpenAI whole": _openai_whole,
+    **{_ASKED + kind: _ask(kind) for kind in torture.KINDS},
     "background": _background,
     "batch": _batch,
     "adapter a": _generate(_FREE, model="a"),
     "adapter b": _generate(replace(_FREE, n=2), model="b"),
 }
-DURABLE_KINDS = frozenset(KINDS) - {"OpenAI chat", "OpenAI completion", "OpenAI whole"}
+DURABLE_KINDS = frozenset(each for each in KINDS if not each.startswith(_ASKED))
 """Kinds whose answers survive their gateway."""

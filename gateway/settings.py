@@ -218,8 +218,8 @@ class RequestLimits(ServiceFlags):
     response_store: str = setting(
         MEMORY,
         "store of the responses that a later request may name as previous_response_id: the memory of the gateway that "
-        "made them (gateways of one `quire serve` share a temporary file), or an SQLite file, which persists and which "
-        "all gateways of a machine share",
+        "made them (under `quire serve` a temporary file, which outlives each gateway), or an SQLite file, which "
+        "persists and which all gateways of a machine share",
         metavar="memory|sqlite:PATH",
     )
     max_stored_response_bytes: int = _size(

@@ -82,6 +82,12 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "measure a server under load, or draw what was measured",
             {"": "quire_cli.bench.flags:BenchFlags", "plot": "quire_cli.bench.flags:PlotFlags"},
         ),
+        "torture": Command(
+            "quire_cli.torture",
+            "find out what a server loses when its processes die under load",
+            {"": "quire_cli.torture:TortureFlags"},
+            reads_environ=False,
+        ),
         "simulate": Command.of(
             "quire_cli.simulate", "SimulateFlags", "simulate a replica under load: latencies, and what limits them"
         ),

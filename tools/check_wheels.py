@@ -74,7 +74,7 @@ def check_contents(wheel: Path) -> None:
         "quire/py.typed",
     ):
         assert needed in names, f"{wheel.name} lacks {needed}"
-    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli"}
+    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_torture", "quire_cli"}
     strange = {name.split("/")[0] for name in names} - ours
     assert all(".dist-info" in name or ".libs" in name for name in strange), strange
     assert headers["Description-Content-Type"] == "text/markdown"

@@ -10,6 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.violations import Violations, shortened
+from gateway.text.formats.scanning import read_json
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
@@ -128,8 +129,8 @@ def _check_tool_choice(violations: Violations, choice: ToolChoice, names: Set[st
 def _check_parameters(violations: Violations, path: str, tool: Tool) -> None:
     if tool.parameters:
         try:
-            schema: Any = json.loads(tool.parameters)
-        except (ValueError, RecursionError):
+            schema: Any = read_json(tool.parameters)
+        except ValueError:
             schema = None
         if not isinstance(schema, dict):
             violations.add(path, f"is {shortened(tool.parameters)!r}; it must be a JSON schema, which is a JSON object")

@@ -32,6 +32,7 @@ from gateway.text.formats.rendered import (
     rendered_calls,
     written_calls,
 )
+from gateway.text.formats.scanning import read_json
 from gateway.text.formats.shapes import JSON_LIST, SHAPES
 from gateway.text.tokenizer import Tokenizer, named_tokens
 from gateway.turns import LONG_BYTES
@@ -456,8 +457,8 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
 def _object_of(arguments: str) -> dict[str, Any] | None:
     """The arguments of a call; None if they are not an object, for example because max_tokens cut them off."""
     try:
-        value: Any = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        value: Any = read_json(arguments or "{}")
+    except ValueError:
         return None
     return cast(dict[str, Any], value) if isinstance(value, dict) else None
 

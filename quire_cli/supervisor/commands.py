@@ -154,10 +154,11 @@ class Commands:
 
     @property
     def response_store(self) -> str:
-        """Where gateways keep responses. Several gateways share their responses while this process runs."""
+        """Where gateways keep responses. By default in a file that lasts as long as this process: a gateway that is
+        started again has the responses of the one before, and continues background responses."""
         place = self.settings.response_store
-        are_shared = len(self.gateways) > 1 and "responses" in self.settings.fronts
-        return f"{SQLITE}{self.directory / 'responses.db'}" if place == MEMORY and are_shared else place
+        has_file = place == MEMORY and "responses" in self.settings.fronts
+        return f"{SQLITE}{self.directory / 'responses.db'}" if has_file else place
 
     @property
     def scheduler_address(self) -> str:

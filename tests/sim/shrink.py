@@ -11,14 +11,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from quire.runtime.clock import CLOCK
+from quire_torture.shrinking import fewest
 from tests.sim.plans import Plan
 from tests.sim.world.world import Node, World
 from tests.sim.worlds import run_world
-
-T = TypeVar("T")
 
 _LIMIT_S = 60.0
 _MAX_LINES = 80
@@ -83,28 +82,13 @@ def shrunk(plan: Plan, kind: str, limit_s: float = _LIMIT_S) -> tuple[Plan, int]
 
     while time.monotonic() <= end:
         before = plan
-        faults = _fewest(plan.faults, lambda rest, plan=plan: fails(replace(plan, faults=rest)))
+        faults = fewest(plan.faults, lambda rest, plan=plan: fails(replace(plan, faults=rest)))
         plan = replace(plan, faults=faults)
-        requests = _fewest(plan.requests, lambda rest, plan=plan: fails(replace(plan, requests=rest)))
+        requests = fewest(plan.requests, lambda rest, plan=plan: fails(replace(plan, requests=rest)))
         plan = replace(plan, requests=requests)
         if plan == before:
             break
     return plan, num_worlds
-
-
-def _fewest(parts: tuple[T, ...], fails: Callable[[tuple[T, ...]], bool]) -> tuple[T, ...]:
-    """Removes the parts that the failure does not need."""
-    size = len(parts)
-    while size:
-        start = 0
-        while start < len(parts):
-            rest = parts[:start] + parts[start + size :]
-            if fails(rest):
-                parts = rest
-            else:
-                start += size
-        size //= 2
-    return parts
 
 
 def told(plan: Plan, small: Plan, run: Callable[..., Failure | None], num_worlds: int) -> str:

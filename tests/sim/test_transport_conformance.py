@@ -17,10 +17,10 @@ from quire.rpc.channel import open_channel
 from quire.rpc.errors import FieldViolation, InvalidArgument, ResourceExhausted, from_rpc_error
 from quire.rpc.interceptors import CallEnds
 from quire.rpc.server import RpcServer
+from quire_torture.link import Link
 from tests.sim.world.network import Network
 from tests.sim.world.transport import SimTransport
 from tests.sim.world.world import World
-from tests.support.cut_link import CutLink
 
 _SERVICE = "test.Probe"
 _LIMIT_S = 30.0
@@ -39,7 +39,7 @@ class Setting:
     in_server: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]] = lambda make: make()
     """Runs a coroutine in the server's process."""
     network: Network | None = None
-    link: CutLink | None = None
+    link: Link | None = None
 
     async def serve(self, kind: str, handler: Any, **options: Any) -> str:
         """Serves one method, /test.Probe/Call, of a kind such as "unary_stream"."""
@@ -64,7 +64,7 @@ class Setting:
         """An address that leads to the server by a connection that can be reset."""
         if self.network is not None:
             return address
-        self.link = CutLink(address)
+        self.link = Link(lambda: address)
         await self.link.start()
         return self.link.address
 
@@ -658,7 +658,7 @@ async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[A
         for server in setting.servers:
             await server.stop(0)
         if setting.link is not None:
-            setting.link.cut()
+            setting.link.close()
 
 
 def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: int) -> Any:

@@ -16,6 +16,9 @@ MAX_SPACE = 256
 """Maximum length of a run of spaces. Longer ones count as text, which bounds the cost of a search."""
 MARK = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
 """A mark of a format in the usual spellings."""
+MAX_JSON_DEPTH = 200
+"""Maximum depth of JSON values in texts, such as schemas of tools; bodies of HTTP may have a similar one."""
+_JSON_STRING, _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL), re.compile(r"[\[\]{}]")
 _STRING_ENDS = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 
 
@@ -48,8 +51,15 @@ def trailing_space(text: str) -> int:
 
 
 def read_json(text: str) -> Any:
-    """The value of JSON. Raises ValueError, also for NaN and infinities, which Python's parser would accept, and
-    RecursionError."""
+    """The value of JSON. Raises ValueError, also for NaN and infinities, which Python's parser would accept, and for
+    values that are nested more than MAX_JSON_DEPTH deep: by the same depth on each version of Python, and far below the
+    depth at which functions that follow the value reach its limit."""
+    if text.count("[") + text.count("{") > MAX_JSON_DEPTH:
+        depth = 0
+        for bracket in _BRACKET.findall(_JSON_STRING.sub("", text)):
+            depth += 1 if bracket in "[{" else -1
+            if depth > MAX_JSON_DEPTH:
+                raise ValueError(f"it is nested more than {MAX_JSON_DEPTH} deep")
     return json.loads(text, parse_constant=_refuse_constant)
 
 

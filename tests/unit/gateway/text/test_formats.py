@@ -18,6 +18,7 @@ from gateway.text.formats.answer import (
 )
 from gateway.text.formats.calls import MAX_WHOLE_CALL
 from gateway.text.formats.parser import OfferedTool, Output, Thinking, ToolCallDelta, joined
+from gateway.text.formats.scanning import MAX_JSON_DEPTH, read_json
 
 TOOLS = (OfferedTool("get_weather", frozenset({"city"})), OfferedTool("now"))
 WEATHER, NOW = ("get_weather", {"city": 'Pa}r"is', "days": [1, True]}), ("now", {})
@@ -485,3 +486,11 @@ def test_text_without_calls_comes_as_it_is(name, text):
 
 def test_every_format_is_tested():
     assert TWO_CALLS.keys() == CALL_PARSERS.keys() | {HARMONY}
+
+
+def test_depth_of_json_in_texts_is_bounded_far_below_the_interpreter_s():
+    deep = "[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH
+    assert read_json(deep)
+    assert read_json('["' + "[" * 1000 + '\\""]') == ["[" * 1000 + '"']
+    with pytest.raises(ValueError, match="nested more than 200 deep"):
+        read_json(f'{{"a": {deep}}}')

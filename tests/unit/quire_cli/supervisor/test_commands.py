@@ -46,6 +46,7 @@ OWN = {
     "metrics_model",
     # A worker adds it to its own command if a sleep discards its weights.
     "load",
+    "response_store",
 }
 PROGRAMS = Programs(worker=("/w",), scheduler=("/s",), gateway=("/g",))
 
@@ -121,9 +122,9 @@ def test_gateways_share_two_ports_and_have_all_others_for_themselves() -> None:
         assert (each.admin_port, each.metrics_port) == (0, None)
 
 
-def test_several_gateways_keep_responses_where_each_finds_those_of_the_others() -> None:
+def test_gateways_keep_responses_where_the_others_and_the_next_ones_find_them() -> None:
     for flags, place in (
-        ({}, "memory"),
+        ({}, "sqlite:/run/q/responses.db"),
         ({"gateways": 2}, "sqlite:/run/q/responses.db"),
         ({"gateways": 2, "response_store": "sqlite:/kept.db"}, "sqlite:/kept.db"),
     ):
