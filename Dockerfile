@@ -45,12 +45,27 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python tools/list_requirements.py worker gguf transformers tracing > requirements.txt \
     && pip install --requirement requirements.txt
 
-# Quire itself, with the library of CPU kernels.
-FROM packages AS quire
+# The library of CPU kernels. Only a change of its sources compiles it again.
+FROM ${PYTHON_IMAGE} AS kernels
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends cmake g++ make \
     && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY kernels/cpu/CMakeLists.txt ./
+COPY kernels/cpu/attention attention
+COPY kernels/cpu/product product
+COPY kernels/cpu/runtime runtime
+COPY kernels/cpu/sampling sampling
+COPY kernels/cpu/states states
+COPY kernels/cpu/vec vec
+RUN cmake -S . -B build \
+    && cmake --build build --parallel "$(nproc)" \
+    && cmake --install build \
+       --prefix "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib", vars={"platbase": "/install"}))')"
+
+# Quire itself. There is no compiler here, so its build leaves the kernels out.
+FROM packages AS quire
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps .
@@ -93,6 +108,7 @@ CMD ["scheduler"]
 
 FROM base AS worker-cpu
 COPY --from=worker-cpu-packages /install /usr/local
+COPY --from=kernels /install /usr/local
 COPY --from=quire /install /usr/local
 EXPOSE 50053
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
@@ -108,6 +124,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 COPY --from=worker-cuda-packages /install /usr/local
+COPY --from=kernels /install /usr/local
 COPY --from=quire /install /usr/local
 # What the container toolkit mounts of the driver.
 ENV NVIDIA_VISIBLE_DEVICES=all \

@@ -25,7 +25,7 @@ CHART = DEPLOY / "chart"
 RENDERED = DEPLOY / "rendered"
 DEFAULT = RENDERED / "default.yaml"
 """The manifests of the chart's own values."""
-KUBERNETES_VERSIONS = ("1.30", "1.37")
+KUBERNETES_VERSIONS = ("1.30", "1.36", "1.37")
 """The manifests fit both, and the versions between."""
 _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
