@@ -24,20 +24,28 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 # `make serve` installs what serving needs, where nothing else was installed before; all other targets need the tools.
+# It compiles the CPU kernels for the best instruction set of this processor only, and Python modules when they are
+# imported: both keep the first start short.
 DEV_INSTALLED := $(VENV)/.quire-installed
-ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
+SERVING := $(if $(wildcard $(DEV_INSTALLED)),,$(filter serve,$(if $(filter 1,$(words $(MAKECMDGOALS))),$(MAKECMDGOALS))))
+ifeq ($(SERVING),serve)
 INSTALLED := $(VENV)/.quire-serving-installed
+EDITABLE := $(VENV)/.quire-serving-editable
 EXTRAS := all
-FURTHER_PACKAGES := grpcio-tools
+export PIP_NO_COMPILE := 1
+export SKBUILD_CMAKE_DEFINE := QUIRE_BEST_ISA=ON
+# Its build makes the stubs.
+STUBS :=
+STUBS_SOURCES = $(PROTOS) tools/generate_stubs.py
 else
 INSTALLED := $(DEV_INSTALLED)
-EXTRAS := dev
-FURTHER_PACKAGES :=
-endif
 # The project itself, with the CPU kernels, which are compiled apart from the packages: `make --jobs=2 setup` does both
 # at the same time.
 EDITABLE := $(VENV)/.quire-editable
+EXTRAS := dev
 STUBS := $(VENV)/.quire-stubs
+STUBS_SOURCES :=
+endif
 # An environment of its own below the first: Triton's client and the product pin different versions.
 TRITON_CLIENT := $(VENV)/triton-client
 TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
@@ -57,9 +65,10 @@ setup: $(INSTALLED) $(EDITABLE) $(STUBS) ## create .venv, install everything wit
 
 protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 	$(BIN)/python tools/generate_stubs.py
-	@touch $(STUBS)
+	@touch $(VENV)/.quire-stubs
 
-serve: setup ## serve a model on this machine
+serve: ## serve a model on this machine
+	@$(MAKE) --no-print-directory --jobs=2 SERVING=$(SERVING) setup
 	$(BIN)/quire serve $(ARGS)
 
 # File by file, so that what a file's tests share is made once; more processes than processors, since some only wait.
@@ -186,10 +195,10 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 
 $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)/python
 	$(BIN)/python tools/list_requirements.py $(EXTRAS) >$@.txt
-	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt $(FURTHER_PACKAGES)
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt
 	@touch $@
 
-$(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
+$(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
 	$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
@@ -199,6 +208,6 @@ $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
 		--no-deps --requirement $<
 	@touch $@
 
-$(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)
+$(VENV)/.quire-stubs: $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)
 	$(BIN)/python tools/generate_stubs.py
 	@touch $@
