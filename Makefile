@@ -56,7 +56,7 @@ CHECKS := check-format check-lint check-types check-imports check-clocks check-w
 	check-code-map check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
+.PHONY: check $(CHECKS) test-containers images wheels test-languages test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -116,6 +116,16 @@ test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictur
 test-languages: setup ## build the examples in other languages, and run them while their gateway is killed
 	-[ "$$(id -u)" -ne 0 ] || xargs apt-get install --yes --no-install-recommends <tests/languages/packages.txt
 	QUIRE_LANGUAGES=1 $(PYTEST) --timeout 600 --durations 0 tests/languages $(ARGS)
+
+# A Docker engine is in no tier. Where no registry of images answers, root makes the base image of Debian's packages.
+test-containers: setup ## build the images and run the compose files for real: kills, stops, rights, rolling replacement
+	QUIRE_CONTAINERS=1 $(PYTEST) --timeout 1200 --durations 0 tests/containers $(ARGS)
+
+images: setup ## build the images for CPUs with labels; write their tables of packages and sizes to build/images
+	$(BIN)/python -m tools.build_images $(ARGS)
+
+wheels: setup ## build the source distribution and the manylinux wheel into dist, and try both in empty environments
+	$(BIN)/python -m tools.check_wheels $(ARGS)
 
 coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
 	$(PYTEST) $(IN_PARALLEL) -m "extended or not real" --cov --cov-report=html $(ARGS)
