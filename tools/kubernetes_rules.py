@@ -137,7 +137,8 @@ def blocks_can_be_fetched(manifests: Manifests, pods: list[Pod]) -> Iterator[str
 def policies_name_numbers_of_ports(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
     """Some network plugins do not resolve names of sidecars' ports, and the policy would let no one in."""
     for policy in manifests.of_kind("NetworkPolicy"):
-        there = {port for pod in _selected(policy["spec"]["podSelector"]["matchLabels"], pods) for port in pod.ports.values()}
+        chosen = _selected(policy["spec"]["podSelector"]["matchLabels"], pods)
+        there = {port for pod in chosen for port in pod.ports.values()}
         for port in (each["port"] for rule in policy["spec"]["ingress"] for each in rule.get("ports", ())):
             if port not in there:
                 yield f"NetworkPolicy {policy['metadata']['name']}: {port} is no number of a port of its pods"

@@ -2,7 +2,6 @@
 collected, since a build takes minutes and a Docker engine."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,9 +12,8 @@ collect_ignore_glob = [] if os.environ.get("QUIRE_CONTAINERS") else ["test_*.py"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def images() -> Iterator[None]:
+def images() -> None:
     """Builds the three images for CPUs, or takes what an earlier build left in the cache."""
     if (problem := engine_problem()) is not None:
         pytest.skip(problem)
     docker("compose", "build", "worker", "scheduler", "gateway", PYTHON_IMAGE=base_image())
-    yield

@@ -113,8 +113,8 @@ async def test_by_default_all_serve_with_few_rights_survive_kills_and_stop_whole
             assert deployment.inspect(service)["State"]["ExitCode"] == 0, service
 
 
-async def test_with_tls_and_keys_two_gateways_serve_as_another_user() -> None:
-    """The files belong to the user that made them; services run as that user, who is not root."""
+def make_secrets() -> tuple[Path, str]:
+    """A folder with certificates and a file of keys, which user 1000 owns, and the key."""
     folder = ROOT / "build" / "test-containers"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -126,6 +126,12 @@ async def test_with_tls_and_keys_two_gateways_serve_as_another_user() -> None:
     key = subprocess.run(add, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
     for each in (folder, *folder.rglob("*")):
         os.chown(each, 1000, 1000)
+    return folder, key
+
+
+async def test_with_tls_and_keys_two_gateways_serve_as_another_user() -> None:
+    """The files belong to the user that made them; services run as that user, who is not root."""
+    folder, key = make_secrets()
     variables = {
         "QUIRE_CERTS_DIR": str(folder / "certs"),
         "QUIRE_KEYS_DIR": str(folder / "keys"),
