@@ -121,7 +121,7 @@ test-languages: setup ## build the examples in other languages, and run them whi
 test-containers: setup ## build the images and run the compose files for real: kills, stops, rights, rolling replacement
 	QUIRE_CONTAINERS=1 $(PYTEST) --timeout 1200 --durations 0 tests/containers $(ARGS)
 
-images: setup ## build the images for CPUs with labels; write their tables of packages and sizes to build/images
+images: setup ## build the images for CPUs with labels; write bills of materials and sizes to build/images
 	$(BIN)/python -m tools.build_images $(ARGS)
 
 wheels: setup ## build the source distribution and the manylinux wheel into dist, and try both in empty environments
