@@ -68,9 +68,12 @@ RUN cmake -S . -B build ${KERNEL_ISAS:+-DQUIRE_ISAS="$KERNEL_ISAS"} \
 
 # Quire itself. There is no compiler here, so its build leaves the kernels out.
 FROM packages AS quire
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py --build > requirements.txt \
+    && PIP_PREFIX="" pip install --requirement requirements.txt cmake ninja
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --no-deps .
+    pip install --no-deps --no-build-isolation .
 
 FROM ${PYTHON_IMAGE} AS base
 LABEL org.opencontainers.image.title="quire" \

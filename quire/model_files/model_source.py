@@ -7,7 +7,8 @@ from quire.model_files.progress import Report, no_report
 from quire.runtime.settings import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_OCI = "oci://"
+OCI = "oci://"
+"""Names of models in OCI registries begin with it."""
 # A wheel carries the model inside the package; a checkout has it next to the package.
 _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
@@ -41,7 +42,7 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
         return _embedded_model()
     if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
         return download(name, with_weights=with_weights, report=report)
-    if isinstance(name_or_path, str) and name_or_path.startswith(_OCI):
+    if isinstance(name_or_path, str) and name_or_path.startswith(OCI):
         from quire.model_files import oci
 
         return oci.pull(name_or_path, report)
@@ -69,7 +70,7 @@ def _inside(path: Path) -> Path:
 def check_local_model(name_or_path: str | None) -> None:
     """Raises ConfigurationError if `--model` names a directory that does not exist or has no supported model. For a
     GGUF file it checks only the existence, since reading takes long; it does not ask a hub or a registry."""
-    if hub_name(name_or_path) is None and not (name_or_path or "").startswith(_OCI):
+    if hub_name(name_or_path) is None and not (name_or_path or "").startswith(OCI):
         path = resolve_model(name_or_path)
         if not is_gguf(path):
             ModelDirectory.open(path)

@@ -36,7 +36,7 @@ _NAME = re.compile(
 _MANIFESTS = "application/vnd.oci.image.manifest.v1+json, application/vnd.docker.distribution.manifest.v2+json"
 _FILE_PATH, _TITLE = "org.cncf.model.filepath", "org.opencontainers.image.title"
 _DEFAULT_NAMES = {
-    "application/vnd.docker.ai.gguf.v3": "model.gguf",
+    "application/vnd.docker.ai.gguf.v3": "{model}.gguf",
     "application/vnd.docker.ai.safetensors": "model.safetensors",
     "application/vnd.docker.ai.chat.template.jinja": "chat_template.jinja",
 }
@@ -61,6 +61,11 @@ class OciName:
             raise ConfigurationError(f"{text} names no model of a registry: it must be oci://HOST/REPOSITORY:TAG")
         return cls(match["host"], match["repository"], match["digest"] or match["tag"] or "latest")
 
+    @property
+    def model(self) -> str:
+        """The last part of the repository's path."""
+        return self.repository.rpartition("/")[2]
+
     def __str__(self) -> str:
         return f"{SCHEME}{self.host}/{self.repository}{'@' if ':' in self.reference else ':'}{self.reference}"
 
@@ -71,7 +76,7 @@ def pull(text: str, report: Report = no_report) -> Path:
     registry = _Registry(name)
     try:
         manifest = json.loads(registry.read_manifest())
-        return _assemble(manifest, str(name), registry, report)
+        return _assemble(manifest, str(name), name.model, registry, report)
     except (OSError, HTTPException, ValueError, tarfile.TarError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -85,7 +90,8 @@ def open_layout(directory: Path) -> Path:
         (first, *more) = json.loads((directory / "index.json").read_bytes())["manifests"]
         if more:
             raise ConfigurationError(f"{directory} has {1 + len(more)} models; --model takes a folder with one")
-        return _assemble(json.loads(blobs.path_of(first["digest"]).read_bytes()), str(directory), blobs, no_report)
+        manifest = json.loads(blobs.path_of(first["digest"]).read_bytes())
+        return _assemble(manifest, str(directory), directory.absolute().name, blobs, no_report)
     except (OSError, KeyError, ValueError, TypeError, tarfile.TarError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -181,11 +187,11 @@ class _Layout:
         to.symlink_to(self.path_of(layer["digest"]))
 
 
-def _assemble(manifest: Mapping[str, Any], name: str, blobs: "_Registry | _Layout", report: Report) -> Path:
-    """Puts the files of a manifest into a directory of their own, which its digests name."""
+def _assemble(manifest: Mapping[str, Any], name: str, model: str, blobs: "_Registry | _Layout", report: Report) -> Path:
+    """Puts the files of a manifest into a directory of their own, `model` below a name that its digests give."""
     layers = [layer for layer in manifest.get("layers", ()) if not any(each in layer["mediaType"] for each in _SKIPPED)]
     key = _digest_of(json.dumps([name if isinstance(blobs, _Layout) else "", layers]).encode()).removeprefix("sha256:")
-    directory = Path(constants.HF_HOME) / "oci" / key
+    directory = Path(constants.HF_HOME) / "oci" / key / model
     directory.mkdir(parents=True, exist_ok=True)
     # Gateway and worker of one machine fetch the same model at the same time.
     with (directory / ".lock").open("w") as lock:
@@ -200,7 +206,7 @@ def _assemble(manifest: Mapping[str, Any], name: str, blobs: "_Registry | _Layou
                         files.extractall(directory, filter="data")
                     done.touch()
                 continue
-            to = directory / _file_name(layer, name)
+            to = directory / _file_name(layer, name, model)
             if not to.exists():
                 to.parent.mkdir(parents=True, exist_ok=True)
                 to.unlink(missing_ok=True)  # a link to a file that is gone
@@ -212,10 +218,14 @@ def _assemble(manifest: Mapping[str, Any], name: str, blobs: "_Registry | _Layou
     return weights[0] if weights else directory
 
 
-def _file_name(layer: Mapping[str, Any], name: str) -> PurePosixPath:
+def _file_name(layer: Mapping[str, Any], name: str, model: str) -> PurePosixPath:
     annotations = layer.get("annotations") or {}
-    text = annotations.get(_FILE_PATH) or annotations.get(_TITLE) or _DEFAULT_NAMES.get(layer["mediaType"])
-    if text is None:
+    text = (
+        annotations.get(_FILE_PATH)
+        or annotations.get(_TITLE)
+        or _DEFAULT_NAMES.get(layer["mediaType"], "").format(model=model)
+    )
+    if not text:
         raise ConfigurationError(f"{name}: a layer of type {layer['mediaType']} has no {_FILE_PATH}")
     path = PurePosixPath(text)
     if path.is_absolute() or ".." in path.parts or path.name in ("", ".lock"):
@@ -224,7 +234,7 @@ def _file_name(layer: Mapping[str, Any], name: str) -> PurePosixPath:
 
 
 def _login(host: str) -> str | None:
-    """What `docker login` stored for a host, in base64."""
+    """The user and password that `docker login` stored for a host, in base64."""
     try:
         stored = json.loads((Path.home() / ".docker" / "config.json").read_bytes())["auths"][host]["auth"]
         base64.b64decode(stored, validate=True)

@@ -19,7 +19,7 @@ _PACKAGES = (
     "libuuid1,libgdbm6,libdb5.3,libexpat1"
 )
 _LEFT_OUT = {"site-packages", "__pycache__", "test", "idlelib", "tkinter"}
-# What this machine needs to reach registries of packages.
+# Settings by which this machine reaches registries of packages.
 _SETTINGS = ("/etc/ssl/certs/ca-certificates.crt", "/etc/apt/apt.conf.d", "/etc/pip.conf")
 _DOCKERFILE = f"""
 FROM {_DEBIAN}

@@ -130,7 +130,7 @@ def make_secrets() -> tuple[Path, str]:
 
 
 async def test_with_tls_and_keys_two_gateways_serve_as_another_user() -> None:
-    """The files belong to the user that made them; services run as that user, who is not root."""
+    """The files belong to the user that made them; services run as that user and not as root."""
     folder, key = make_secrets()
     variables = {
         "QUIRE_CERTS_DIR": str(folder / "certs"),

@@ -1,4 +1,4 @@
-"""What the images contain."""
+"""The contents of the images."""
 
 import json
 

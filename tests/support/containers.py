@@ -25,7 +25,7 @@ for status in pathlib.Path("/proc").glob("[0-9]*/status"):
 
 
 def docker(*arguments: str, check: bool = True, **variables: str) -> str:
-    """What docker prints. Raises AssertionError with its errors if it fails."""
+    """The output of docker. Raises AssertionError with its errors if it fails."""
     command = ["docker", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **variables}, capture_output=True, text=True, errors="replace"
@@ -48,7 +48,7 @@ class Deployment:
     """A Compose project.
 
     Attributes:
-        name: Of the project, and the beginning of its containers' names.
+        name: The project, with which the names of its containers begin.
         ports: HTTP and gRPC ports of the first gateway, then of the second one.
     """
 
@@ -84,7 +84,7 @@ class Deployment:
         return f"{self.name}-{service}-{index}"
 
     def run_inside(self, service: str, program: str) -> str:
-        """What a Python program prints in the container of a service, as its user."""
+        """The output of a Python program in the container of a service, as its user."""
         return docker("exec", self.container(service), "python", "-c", program)
 
     def inspect(self, service: str) -> dict[str, Any]:
