@@ -119,7 +119,8 @@ test-languages: setup ## build the examples in other languages, and run them whi
 
 # A Docker engine is in no tier. Where no registry of images answers, root makes the base image of Debian's packages.
 test-containers: setup ## build the images and run the compose files for real: kills, stops, rights, rolling replacement
-	QUIRE_CONTAINERS=1 $(PYTEST) --timeout 1200 --durations 0 tests/containers $(ARGS)
+	PYTHON_IMAGE="$$($(BIN)/python -m tests.containers.base_image)" docker compose build worker scheduler gateway
+	QUIRE_CONTAINERS=1 timeout 1200 $(PYTEST) --timeout 600 --durations 0 tests/containers $(ARGS)
 
 images: setup ## build the images for CPUs with labels; write bills of materials and sizes to build/images
 	$(BIN)/python -m tools.build_images $(ARGS)

@@ -1,4 +1,7 @@
-"""The base image of the tests: the Dockerfile's, or one of Debian's packages where no registry of images answers."""
+"""The base image of the tests: the Dockerfile's, or one of Debian's packages where no registry of images answers.
+
+usage: python -m tests.containers.base_image   (prints its name)
+"""
 
 import io
 import os
@@ -53,7 +56,8 @@ def _make() -> None:
         subprocess.run(command, check=True)
         with root.open("rb") as file:
             subprocess.run(["docker", "import", "-", _DEBIAN], stdin=file, check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["docker", "build", "--quiet", "--tag", IMAGE, "-"], input=_context(), check=True)
+    command = ["docker", "build", "--quiet", "--tag", IMAGE, "-"]
+    subprocess.run(command, input=_context(), check=True, stdout=subprocess.DEVNULL)
 
 
 def _context() -> bytes:
@@ -78,3 +82,7 @@ def _context() -> bytes:
 
 def _wanted(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if _LEFT_OUT & set(Path(member.name).parts[3:]) else member
+
+
+if __name__ == "__main__":
+    print(base_image())
