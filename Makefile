@@ -32,7 +32,9 @@ ifeq ($(SERVING),serve)
 INSTALLED := $(VENV)/.quire-serving-installed
 EDITABLE := $(VENV)/.quire-serving-editable
 EXTRAS := all
-export PIP_NO_COMPILE := 1
+override PIP_FLAGS += --no-compile
+# For the environment of the build: pip reads the value as that of "compile".
+export PIP_NO_COMPILE := 0
 export SKBUILD_CMAKE_DEFINE := QUIRE_BEST_ISA=ON
 # Its build makes the stubs.
 STUBS :=
