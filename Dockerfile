@@ -6,7 +6,7 @@
 #   docker build --target worker-cuda --tag quire-worker-cuda:0.2.0.dev0 .
 #
 # TORCH_INDEX_URL is an index with the CPU build of torch: the default build for Linux brings gigabytes of CUDA, which
-# worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt.
+# worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt. `make images` builds all for CPUs.
 
 # By its digest, so that the same base is built on until this line changes.
 ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3
@@ -45,15 +45,35 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     python tools/list_requirements.py worker gguf transformers tracing > requirements.txt \
     && pip install --requirement requirements.txt
 
-# Quire itself, with the library of CPU kernels.
-FROM packages AS quire
+# The library of CPU kernels. Only a change of its sources compiles it again.
+FROM ${PYTHON_IMAGE} AS kernels
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends g++ \
+    && apt-get install --yes --no-install-recommends cmake g++ make \
     && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY kernels/cpu/CMakeLists.txt ./
+COPY kernels/cpu/attention attention
+COPY kernels/cpu/product product
+COPY kernels/cpu/runtime runtime
+COPY kernels/cpu/sampling sampling
+COPY kernels/cpu/states states
+COPY kernels/cpu/vec vec
+# The instruction sets, such as "avx512;avx2": each takes a minute to compile. Empty: all.
+ARG KERNEL_ISAS=
+RUN cmake -S . -B build ${KERNEL_ISAS:+-DQUIRE_ISAS="$KERNEL_ISAS"} \
+    && cmake --build build --parallel "$(nproc)" \
+    && cmake --install build \
+       --prefix "$(python -c 'import sysconfig; print(sysconfig.get_path("platlib", vars={"platbase": "/install"}))')"
+
+# Quire itself. There is no compiler here, so its build leaves the kernels out.
+FROM packages AS quire
+RUN --mount=type=cache,target=/root/.cache/pip \
+    python tools/list_requirements.py --build > requirements.txt \
+    && PIP_PREFIX="" pip install --requirement requirements.txt cmake ninja
 COPY . .
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --no-deps .
+    pip install --no-deps --no-build-isolation .
 
 FROM ${PYTHON_IMAGE} AS base
 LABEL org.opencontainers.image.title="quire" \
@@ -93,6 +113,7 @@ CMD ["scheduler"]
 
 FROM base AS worker-cpu
 COPY --from=worker-cpu-packages /install /usr/local
+COPY --from=kernels /install /usr/local
 COPY --from=quire /install /usr/local
 EXPOSE 50053
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s \
@@ -108,6 +129,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 COPY --from=worker-cuda-packages /install /usr/local
+COPY --from=kernels /install /usr/local
 COPY --from=quire /install /usr/local
 # What the container toolkit mounts of the driver.
 ENV NVIDIA_VISIBLE_DEVICES=all \

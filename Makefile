@@ -24,20 +24,30 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 # `make serve` installs what serving needs, where nothing else was installed before; all other targets need the tools.
+# It compiles the CPU kernels for the best instruction set of this processor only, and Python modules when they are
+# imported: both keep the first start short.
 DEV_INSTALLED := $(VENV)/.quire-installed
-ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
+SERVING := $(if $(wildcard $(DEV_INSTALLED)),,$(filter serve,$(if $(filter 1,$(words $(MAKECMDGOALS))),$(MAKECMDGOALS))))
+ifeq ($(SERVING),serve)
 INSTALLED := $(VENV)/.quire-serving-installed
+EDITABLE := $(VENV)/.quire-serving-editable
 EXTRAS := all
-FURTHER_PACKAGES := grpcio-tools
+override PIP_FLAGS += --no-compile
+# For the environment of the build: pip reads the value as that of "compile".
+export PIP_NO_COMPILE := 0
+export SKBUILD_CMAKE_DEFINE := QUIRE_BEST_ISA=ON
+# Its build makes the stubs.
+STUBS :=
+STUBS_SOURCES = $(PROTOS) tools/generate_stubs.py
 else
 INSTALLED := $(DEV_INSTALLED)
-EXTRAS := dev
-FURTHER_PACKAGES :=
-endif
 # The project itself, with the CPU kernels, which are compiled apart from the packages: `make --jobs=2 setup` does both
 # at the same time.
 EDITABLE := $(VENV)/.quire-editable
+EXTRAS := dev
 STUBS := $(VENV)/.quire-stubs
+STUBS_SOURCES :=
+endif
 # An environment of its own below the first: Triton's client and the product pin different versions.
 TRITON_CLIENT := $(VENV)/triton-client
 TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
@@ -48,7 +58,7 @@ CHECKS := check-format check-lint check-types check-imports check-clocks check-w
 	check-code-map check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
+.PHONY: check $(CHECKS) test-containers images wheels test-languages test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -57,9 +67,10 @@ setup: $(INSTALLED) $(EDITABLE) $(STUBS) ## create .venv, install everything wit
 
 protos: $(INSTALLED) ## generate the protobuf and gRPC stubs
 	$(BIN)/python tools/generate_stubs.py
-	@touch $(STUBS)
+	@touch $(VENV)/.quire-stubs
 
-serve: setup ## serve a model on this machine
+serve: ## serve a model on this machine
+	@$(MAKE) --no-print-directory --jobs=2 SERVING=$(SERVING) setup
 	$(BIN)/quire serve $(ARGS)
 
 # File by file, so that what a file's tests share is made once; more processes than processors, since some only wait.
@@ -108,6 +119,17 @@ test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictur
 test-languages: setup ## build the examples in other languages, and run them while their gateway is killed
 	-[ "$$(id -u)" -ne 0 ] || xargs apt-get install --yes --no-install-recommends <tests/languages/packages.txt
 	QUIRE_LANGUAGES=1 $(PYTEST) --timeout 600 --durations 0 tests/languages $(ARGS)
+
+# A Docker engine is in no tier. Where no registry of images answers, root makes the base image of Debian's packages.
+test-containers: setup ## build the images and run the compose files for real: kills, stops, rights, rolling replacement
+	PYTHON_IMAGE="$$($(BIN)/python -m tests.containers.base_image)" docker compose build worker scheduler gateway
+	QUIRE_CONTAINERS=1 timeout 1200 $(PYTEST) --timeout 600 --durations 0 tests/containers $(ARGS)
+
+images: setup ## build the images for CPUs with labels; write bills of materials and sizes to build/images
+	$(BIN)/python -m tools.build_images $(ARGS)
+
+wheels: setup ## build the source distribution and the manylinux wheel into dist, and try both in empty environments
+	$(BIN)/python -m tools.check_wheels $(ARGS)
 
 coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
 	$(PYTEST) $(IN_PARALLEL) -m "extended or not real" --cov --cov-report=html $(ARGS)
@@ -187,10 +209,10 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 
 $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)/python
 	$(BIN)/python tools/list_requirements.py $(EXTRAS) >$@.txt
-	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt $(FURTHER_PACKAGES)
+	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt
 	@touch $@
 
-$(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) | $(BIN)/python
+$(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
 	$(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
@@ -200,6 +222,6 @@ $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
 		--no-deps --requirement $<
 	@touch $@
 
-$(STUBS): $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)
+$(VENV)/.quire-stubs: $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)
 	$(BIN)/python tools/generate_stubs.py
 	@touch $@

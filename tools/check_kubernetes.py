@@ -4,11 +4,14 @@ usage: python -m tools.check_kubernetes [--write] [--crds DIR]
 
 The chart is linted and rendered with its own values and with each file of deploy/chart/examples, by the package
 helm-python-sdk, which holds Helm itself; deploy/rendered has the results, and --write writes them. The schemas of
-Kubernetes come with the package kubernetes-validate. Resources of other projects are checked against the
-CustomResourceDefinitions (YAML) in the folders that --crds names; without it, their kinds are listed as not checked.
+Kubernetes come with the package kubernetes-validate. Resources of other projects are checked against
+tools/custom_resources.json, which has the part of their CustomResourceDefinitions that the manifests use: a field
+that is not there is refused. With --crds they are checked against whole definitions (YAML) in a folder, and --write
+then writes that file, too.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +28,11 @@ CHART = DEPLOY / "chart"
 RENDERED = DEPLOY / "rendered"
 DEFAULT = RENDERED / "default.yaml"
 """The manifests of the chart's own values."""
-KUBERNETES_VERSIONS = ("1.30", "1.37")
+KUBERNETES_VERSIONS = ("1.30", "1.36", "1.37")
 """The manifests fit both, and the versions between."""
+CUSTOM_RESOURCES = Path(__file__).with_name("custom_resources.json")
+"""Pruned schemas by apiVersion and kind."""
+_ASSERTIONS = ("type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems")
 _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 
@@ -37,29 +43,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--crds", type=Path, metavar="DIR", help="folder with CustomResourceDefinitions")
     flags = parser.parse_args(argv)
     wrong: list[str] = []
-    unchecked: set[str] = set()
     try:
         wrong += chart_problems()
         texts = rendered()
+        schemas = read_schemas() if flags.crds is None else schemas_of(flags.crds)
+        used: list[Mapping[str, Any]] = []
         wrong += [f"{file.name}: no values make it" for file in sorted(RENDERED.iterdir()) if file.name not in texts]
         for name, text in texts.items():
             if flags.write:
                 (RENDERED / name).write_text(text, encoding="utf-8")
             manifests = Manifests.read(RENDERED / name)
             found = [] if (RENDERED / name).read_text(encoding="utf-8") == text else ["differs from the chart; --write"]
-            found += [*problems(manifests), *schema_problems(manifests)]
-            if flags.crds is None:
-                unchecked |= {each["kind"] for each in manifests.documents if not is_of_kubernetes(each)}
-            else:
-                found += custom_problems(manifests, schemas_of(flags.crds))
+            found += [*problems(manifests), *schema_problems(manifests), *custom_problems(manifests, schemas)]
+            used += (each for each in manifests.documents if not is_of_kubernetes(each))
             print(f"{name}: {len(manifests.documents)} documents")
             wrong += [f"{name}: {line}" for line in found]
+        if flags.crds is not None and flags.write:
+            write_schemas(schemas, used)
     except ModuleNotFoundError as error:
         wrong.append(f"failed: {error.name} is not installed; `make setup` installs it")
     for line in wrong:
         print(line)
-    if unchecked:
-        print(f"not checked against a schema (--crds): {', '.join(sorted(unchecked))}")
     return 1 if wrong else 0
 
 
@@ -134,6 +138,56 @@ def schemas_of(directory: Path) -> Mapping[tuple[str, str], Mapping[str, Any]]:
                 key = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
                 schemas[key] = _closed(version["schema"]["openAPIV3Schema"])
     return schemas
+
+
+def read_schemas() -> Mapping[tuple[str, str], Mapping[str, Any]]:
+    """The schemas of `CUSTOM_RESOURCES`."""
+    stored = json.loads(CUSTOM_RESOURCES.read_text(encoding="utf-8"))
+    return {(version, kind): schema for version, kinds in stored.items() for kind, schema in kinds.items()}
+
+
+def write_schemas(schemas: Mapping[tuple[str, str], Mapping[str, Any]], documents: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the parts of the schemas that the documents use."""
+    stored: dict[str, dict[str, Any]] = {}
+    for version, kind in sorted({(each["apiVersion"], each["kind"]) for each in documents}):
+        values = [each for each in documents if (each["apiVersion"], each["kind"]) == (version, kind)]
+        stored.setdefault(version, {})[kind] = _pruned(schemas[version, kind], values)
+    lines = (
+        f' "{version}": {{\n' + ",\n".join(_in_lines(kind, schema) for kind, schema in kinds.items()) + "\n }"
+        for version, kinds in stored.items()
+    )
+    CUSTOM_RESOURCES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _in_lines(kind: str, schema: Mapping[str, Any]) -> str:
+    """JSON in lines of at most 120 characters."""
+    lines = [""]
+    for token in json.JSONEncoder(sort_keys=True).iterencode(schema):
+        if len(lines[-1]) + len(token) > 115:
+            lines.append("")
+        lines[-1] += token
+    return f'  "{kind}":\n' + "\n".join(f"  {line.strip()}" for line in lines)
+
+
+def _pruned(schema: Mapping[str, Any], values: Sequence[Any]) -> Mapping[str, Any]:
+    """The parts of a closed schema that concern the fields of some values, without prose."""
+    kept = {key: schema[key] for key in _ASSERTIONS if key in schema}
+    if len(kept.get("pattern", "")) > 100:
+        del kept["pattern"]  # a line's length is limited
+    objects = [each for each in values if isinstance(each, Mapping)]
+    if "properties" in schema:
+        names = sorted({name for each in objects for name in each} & schema["properties"].keys())
+        fields = {name: [each[name] for each in objects if name in each] for name in names}
+        kept["properties"] = {name: _pruned(schema["properties"][name], fields[name]) for name in names}
+        # Kubernetes drops what a schema does not name; here it is refused.
+        kept["additionalProperties"] = schema.get("additionalProperties", False)
+    elif isinstance(schema.get("additionalProperties"), Mapping):
+        inner = [value for each in objects for value in each.values()]
+        kept["additionalProperties"] = _pruned(schema["additionalProperties"], inner)
+    if "items" in schema:
+        items = [value for each in values if isinstance(each, list) for value in each]
+        kept["items"] = _pruned(schema["items"], items)
+    return kept
 
 
 def custom_problems(manifests: Manifests, schemas: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[str]:

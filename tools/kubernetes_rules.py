@@ -114,10 +114,9 @@ def services_find_each_other(manifests: Manifests, pods: list[Pod]) -> Iterator[
                 there = ", ".join(sorted(filter(None, (_host_of(manifests, each) for each in pods))))
                 yield f"{container.name}: no pod is at {address}; there are {there}"
             for each in called:
-                names = [name for name, port in each.ports.items() if port == address.port]
-                if not names:
+                if address.port not in each.ports.values():
                     yield f"{container.name}: nothing listens at {address}"
-                elif not _lets_in(manifests, each, names[0], pod):
+                elif not _lets_in(manifests, each, address.port, pod):
                     yield f"{each.name}: its NetworkPolicy does not let {pod.name} in"
 
 
@@ -127,13 +126,22 @@ def blocks_can_be_fetched(manifests: Manifests, pods: list[Pod]) -> Iterator[str
         if not isinstance(container.settings, WorkerSettings) or container.settings.transfer_listen is None:
             continue
         endpoint = parse_target(container.settings.transfer_endpoint or container.settings.listen)
-        names = {port: name for name, port in container.ports.items()}
         if not isinstance(endpoint, TcpAddress) or endpoint.host != _host_of(manifests, pod):
             yield f"{container.name}: its pod is not at {endpoint}"
-        elif endpoint.port not in names:
+        elif endpoint.port not in container.ports.values():
             yield f"{container.name}: nothing listens at {endpoint}"
-        elif not all(_lets_in(manifests, pod, names[endpoint.port], each) for each in pods if each.name == "replica"):
+        elif not all(_lets_in(manifests, pod, endpoint.port, each) for each in pods if each.name == "replica"):
             yield f"{pod.name}: its NetworkPolicy does not let other replicas in at {endpoint.port}"
+
+
+def policies_name_numbers_of_ports(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
+    """Some network plugins do not resolve names of sidecars' ports, and the policy would let no one in."""
+    for policy in manifests.of_kind("NetworkPolicy"):
+        chosen = _selected(policy["spec"]["podSelector"]["matchLabels"], pods)
+        there = {port for pod in chosen for port in pod.ports.values()}
+        for port in (each["port"] for rule in policy["spec"]["ingress"] for each in rule.get("ports", ())):
+            if port not in there:
+                yield f"NetworkPolicy {policy['metadata']['name']}: {port} is no number of a port of its pods"
 
 
 def ranks_are_complete(manifests: Manifests, pods: list[Pod]) -> Iterator[str]:
@@ -229,6 +237,7 @@ RULES: tuple[Rule, ...] = (
     services_find_each_other,
     ranks_are_complete,
     blocks_can_be_fetched,
+    policies_name_numbers_of_ports,
     files_are_mounted,
     a_stop_leaves_time_to_drain,
     gateways_stay_while_requests_wait,
@@ -278,14 +287,14 @@ def _socket_breaches(pod: Pod, container: Container, address: str) -> Iterator[s
             yield f"{container.name}: it shares no volume at {directory} with {each.name}"
 
 
-def _lets_in(manifests: Manifests, called: Pod, port: str, caller: Pod) -> bool:
+def _lets_in(manifests: Manifests, called: Pod, port: int, caller: Pod) -> bool:
     """Whether all policies of a pod together let another one connect to a port; without any, every pod may."""
     policies = [each["spec"] for each in manifests.of_kind("NetworkPolicy")]
     own = [spec for spec in policies if _selected(spec["podSelector"]["matchLabels"], [called])]
     return not own or any(_allows(rule, port, caller) for spec in own for rule in spec["ingress"])
 
 
-def _allows(rule: Mapping[str, Any], port: str, caller: Pod) -> bool:
+def _allows(rule: Mapping[str, Any], port: int, caller: Pod) -> bool:
     if "ports" in rule and port not in {each["port"] for each in rule["ports"]}:
         return False
     return "from" not in rule or any(_selected(each["podSelector"]["matchLabels"], [caller]) for each in rule["from"])

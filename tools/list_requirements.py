@@ -1,6 +1,7 @@
 """Prints the distribution's requirements, one a line, so that an image can install them ahead of the code.
 
 usage: list_requirements.py EXTRA...
+       list_requirements.py --build     (of the build of the package)
 """
 
 import re
@@ -31,5 +32,11 @@ def list_requirements(pyproject: Path, extras: Sequence[str]) -> list[str]:
     return list(found)
 
 
+def list_build_requirements(pyproject: Path) -> list[str]:
+    """The requirements of the project's build."""
+    return tomllib.loads(pyproject.read_text(encoding="utf-8"))["build-system"]["requires"]
+
+
 if __name__ == "__main__":
-    print("\n".join(list_requirements(PYPROJECT, sys.argv[1:])))
+    is_build = sys.argv[1:] == ["--build"]
+    print("\n".join(list_build_requirements(PYPROJECT) if is_build else list_requirements(PYPROJECT, sys.argv[1:])))

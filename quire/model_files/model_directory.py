@@ -75,8 +75,8 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _EXPECTED = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
-    "model of the Hugging Face Hub as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M, or "
-    f"{EMBEDDED_MODEL}, the embedded model and the default"
+    "model of the Hugging Face Hub as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M, a model of a registry as "
+    f"oci://HOST/REPOSITORY:TAG, or {EMBEDDED_MODEL}, the embedded model and the default"
 )
 _HUB_NAME = re.compile(
     r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)"

@@ -1,4 +1,4 @@
-"""The source of the model that `--model` names: a path, the embedded model, or a hub."""
+"""The source of the model that `--model` names: a path, the embedded model, a hub, or an OCI registry."""
 
 from pathlib import Path
 
@@ -7,6 +7,8 @@ from quire.model_files.progress import Report, no_report
 from quire.runtime.settings import ConfigurationError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+OCI = "oci://"
+"""Names of models in OCI registries begin with it."""
 # A wheel carries the model inside the package; a checkout has it next to the package.
 _ASSETS = (_PACKAGE / "assets", _PACKAGE.parent / "assets")
 
@@ -23,7 +25,11 @@ def hub_name(name_or_path: str | None) -> HubName | None:
 
 def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True, report: Report = no_report) -> Path:
     """The directory of a model: a path, or the name of the embedded model, or the snapshot in the cache of the hub that
-    ORG/NAME names, which is downloaded if it is missing. None stands for the embedded model.
+    ORG/NAME names or of the registry that oci://HOST/REPOSITORY:TAG names, which is downloaded if it is missing. None
+    stands for the embedded model.
+
+    A directory that holds one GGUF file, such as a mounted volume, stands for the file. So does a directory in the
+    layout of OCI images.
 
     Args:
         with_weights: Whether a download includes the weights; without them it has all that a gateway reads.
@@ -36,19 +42,35 @@ def resolve_model(name_or_path: str | Path | None, *, with_weights: bool = True,
         return _embedded_model()
     if isinstance(name_or_path, str) and (name := hub_name(name_or_path)) is not None:
         return download(name, with_weights=with_weights, report=report)
+    if isinstance(name_or_path, str) and name_or_path.startswith(OCI):
+        from quire.model_files import oci
+
+        return oci.pull(name_or_path, report)
     try:
         path = Path(name_or_path).expanduser()
     except RuntimeError as error:  # "~" of an unknown user
         raise ConfigurationError(f"model directory {name_or_path} cannot be found: {error}") from error
     if not (path.is_dir() or is_gguf(path)):
         raise not_a_directory(path)
-    return path
+    return _inside(path)
+
+
+def _inside(path: Path) -> Path:
+    """The only GGUF file of a directory without a configuration; else the path itself."""
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    if (path / "oci-layout").is_file():
+        from quire.model_files import oci
+
+        return oci.open_layout(path)
+    files = [each for each in path.iterdir() if is_gguf(each)]
+    return files[0] if len(files) == 1 else path
 
 
 def check_local_model(name_or_path: str | None) -> None:
     """Raises ConfigurationError if `--model` names a directory that does not exist or has no supported model. For a
-    GGUF file it checks only the existence, since reading takes long; it does not ask a hub."""
-    if hub_name(name_or_path) is None:
+    GGUF file it checks only the existence, since reading takes long; it does not ask a hub or a registry."""
+    if hub_name(name_or_path) is None and not (name_or_path or "").startswith(OCI):
         path = resolve_model(name_or_path)
         if not is_gguf(path):
             ModelDirectory.open(path)

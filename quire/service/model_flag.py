@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from quire.model_files.model_directory import EMBEDDED_MODEL, name_of_path
-from quire.model_files.model_source import hub_name
+from quire.model_files.model_source import OCI, hub_name
 
 # A comma before a flag's name ends the value before it, which may have commas, too.
 _NEXT_FLAG = re.compile(r",(?=[a-z][a-z0-9-]*=)")
@@ -53,6 +53,8 @@ class ModelFlag:
         """The name for clients: the given one, or else that of the directory, the file or the repository."""
         if self.given_name is not None or self.source is None:
             return self.given_name or EMBEDDED_MODEL
+        if self.source.startswith(OCI):
+            return re.split("[:@]", self.source.rpartition("/")[2])[0]
         hub = hub_name(self.source)
         return name_of_path(Path(self.source).expanduser()) if hub is None else hub.repository
 

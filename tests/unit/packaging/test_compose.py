@@ -141,3 +141,28 @@ def test_the_dockerfile_breaks_no_rule_of_hadolint() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     result = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_only_sources_of_kernels_compile_them_again_and_only_workers_have_them() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    stages = {each.split("\n", 1)[0].split()[-1]: each for each in dockerfile.split("\nFROM ")[1:]}
+    copied = re.findall(r"^COPY (.+) \S+$", stages["kernels"], re.MULTILINE)
+    folders = {each.parent.name for each in (ROOT / "kernels" / "cpu").glob("*/*.cpp")}
+    assert set(copied) == {"kernels/cpu/CMakeLists.txt", *(f"kernels/cpu/{folder}" for folder in folders)}
+    with_kernels = {name for name, stage in stages.items() if "COPY --from=kernels" in stage}
+    assert with_kernels == {"worker-cpu", "worker-cuda"}
+    # A compiler in this stage would build them for every image.
+    assert "g++" not in stages["quire"]
+
+
+def test_compose_builds_on_the_base_image_of_the_environment(services: dict[str, Any]) -> None:
+    for service in services.values():
+        # Without a value it is taken from the environment, or the Dockerfile has it.
+        assert service["build"]["args"]["PYTHON_IMAGE"] is None
+
+
+def test_commands_of_the_documents_make_the_folders_that_they_copy_to() -> None:
+    """A Debian may have no /etc/sysusers.d."""
+    text = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8")
+    assert not re.findall(r"^cp .* /etc/(?!systemd/system/)\S+", text, re.MULTILINE)
+    assert re.search(r"^install -D .* /etc/sysusers\.d/quire\.conf && systemd-sysusers$", text, re.MULTILINE)

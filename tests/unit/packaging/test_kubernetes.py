@@ -12,7 +12,15 @@ import pytest
 import yaml
 
 from tests.support.compose import ROOT
-from tools.check_kubernetes import DEFAULT, RENDERED, problems, render, schema_problems
+from tools.check_kubernetes import (
+    DEFAULT,
+    RENDERED,
+    custom_problems,
+    problems,
+    read_schemas,
+    render,
+    schema_problems,
+)
 from tools.kubernetes_manifests import RELEASE, Manifests, documents_of
 
 RANKS, POOL, GPU = (RENDERED / name for name in ("ranks.yaml", "inference-pool.yaml", "gpu.yaml"))
@@ -230,3 +238,31 @@ def test_a_field_that_no_schema_has_or_of_another_type_is_found() -> None:
         found = list(schema_problems(changed(*REPLICA, change)))
         assert found
         assert all(line.startswith("StatefulSet quire-replica: ") and named in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "name", "change", "found"),
+    [
+        (POOL, "InferencePool", "quire", set_to("Sometimes", "spec", "endpointPickerRef", "failureMode"), "Sometimes"),
+        (POOL, "HTTPRoute", "quire", set_to([], "spec", "rulez"), "rulez"),
+        (GPU, "PodMonitor", "quire", set_to("yes", "spec", "podMetricsEndpoints", 0, "honorLabels"), "honorLabels"),
+        (GPU, "ScaledObject", "quire-replica", set_to("two", "spec", "minReplicaCount"), "two"),
+    ],
+)
+def test_resources_of_other_projects_fit_their_definitions_and_no_unknown_field_passes(
+    file: Path, kind: str, name: str, change: Change, found: str
+) -> None:
+    schemas = read_schemas()
+    assert list(custom_problems(read(file), schemas)) == []
+    assert found in " ".join(custom_problems(changed(file, kind, name, change), schemas))
+
+
+@pytest.mark.parametrize("file", sorted(RENDERED.iterdir()), ids=lambda file: file.stem)
+def test_network_policies_name_numbers_of_ports(file: Path) -> None:
+    """Some network plugins do not resolve names of sidecars' ports."""
+    rules = [rule for policy in read(file).of_kind("NetworkPolicy") for rule in policy["spec"]["ingress"]]
+    ports = [port["port"] for rule in rules for port in rule.get("ports", ())]
+    assert ports
+    assert all(isinstance(port, int) for port in ports)
+    named = set_to("metrics", "spec", "ingress", 0, "ports", 0, "port")
+    assert any("is no number" in each for each in problems(changed(file, "NetworkPolicy", "quire-replica", named)))

@@ -27,3 +27,13 @@ def test_torch_index_adds_an_index_to_the_installation(arguments: tuple[str, ...
     assert ("--extra-index-url 'http://torch.example/cpu'" in packages) == expected
     # Its own requirements are among the packages.
     assert "--no-deps" in project
+
+
+def test_serve_compiles_for_one_instruction_set_beside_the_installation_and_installs_no_tools(tmp_path: Path) -> None:
+    command = ["make", "--dry-run", "serve", f"VENV={tmp_path / 'none'}", "PYTHON=python3"]
+    environment = {"PATH": os.environ["PATH"]}
+    printed = subprocess.run(command, cwd=_ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "--jobs=2 SERVING=serve setup" in printed
+    assert f"list_requirements.py all >{tmp_path}" in printed
+    assert ".quire-serving-editable" in printed
+    assert "list_requirements.py dev" not in printed
