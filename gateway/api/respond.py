@@ -245,7 +245,7 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
 async def streamed(
     generator: Generator, call: Call, running_now: list[LiveRequest], response: StreamedResponse | None = None
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a call, one or more at a time, without those that are written directly to the response. The
+    """The events of a call, one or more at a time; events that are written directly to the response are left out. The
     requests are added to `running_now` when they start."""
     with renaming(lambda: call.names(0)):
         requests = await call.requests(generator)
