@@ -49,8 +49,8 @@ async def alone(tmp_path, model) -> AsyncIterator[tuple[Rig, AsyncOpenAI]]:
 
 def background_of(gateway: RunningGateway) -> Any:
     """Its background responses."""
-    runs: list[Any] = [front.stop_runs for front in gateway.gateway._fronts if "background responses" in front.tasks]
-    return runs[0].__self__
+    runs: list[Any] = [front.tasks.get("background responses") for front in gateway.gateway._fronts]
+    return next(run for run in runs if run is not None).__self__
 
 
 async def until_ended(client: AsyncOpenAI, response_id: str) -> Any:
