@@ -29,6 +29,7 @@ SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
 # Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM; protoc, up to an underscore, and buf.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
+    *("--jinja", "--port"),
     *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
     *(
         "--exclude-path",

@@ -63,9 +63,9 @@ async def test_server_without_defects_has_no_findings() -> None:
     [
         (Defects(drops_every=997), Verdict.LOST),
         (Defects(mixes_at=120), Verdict.CONTAMINATED),
-        (Defects(hangs_at=100), Verdict.HUNG),
-        (Defects(cuts_at=100), Verdict.LOST),
-        (Defects(drifts_after=120), Verdict.DRIFTED),
+        pytest.param(Defects(hangs_at=100), Verdict.HUNG, marks=pytest.mark.extended),
+        pytest.param(Defects(cuts_at=100), Verdict.LOST, marks=pytest.mark.extended),
+        pytest.param(Defects(drifts_after=120), Verdict.DRIFTED, marks=pytest.mark.extended),
     ],
 )
 async def test_planted_defects_are_found(defects: Defects, verdict: Verdict) -> None:
@@ -77,6 +77,7 @@ async def test_planted_defects_are_found(defects: Defects, verdict: Verdict) -> 
     assert stub.num_answers <= MAX_REQUESTS
 
 
+@pytest.mark.extended
 async def test_story_of_a_defect_shrinks_to_a_script() -> None:
     stub = Stub(Defects(drops_every=97))
     async with torturing(stub) as torture:
@@ -90,6 +91,7 @@ async def test_story_of_a_defect_shrinks_to_a_script() -> None:
         assert "lost" in text
 
 
+@pytest.mark.extended
 async def test_faults_of_the_link_and_of_clients_happen_and_are_proven() -> None:
     async with torturing(Stub(), "cut", "leave", num_requests=300) as torture:
         report = await torture.run(torture.story(with_faults=True))
