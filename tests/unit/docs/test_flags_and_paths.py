@@ -29,6 +29,16 @@ SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
 # Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM; protoc, up to an underscore, and buf.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
+    *(
+        "--delete-emptydir-data",
+        "--force",
+        "--from",
+        "--grace-period",
+        "--ignore-daemonsets",
+        "--image",
+        "--push",
+        "--rm",
+    ),
     *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
     *(
         "--exclude-path",
