@@ -38,7 +38,6 @@ EXTRAS := all
 override PIP_FLAGS += --no-compile
 # For the environment of the build: pip reads the value as that of "compile".
 export PIP_NO_COMPILE := 0
-export SKBUILD_CMAKE_DEFINE := QUIRE_BEST_ISA=ON
 # Its build makes the stubs.
 STUBS :=
 STUBS_SOURCES = $(PROTOS) tools/generate_stubs.py
@@ -216,7 +215,7 @@ $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
-	$(PIP_INSTALL) --no-deps --editable .
+	SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
