@@ -37,6 +37,7 @@ FOREIGN_FLAGS = {
         "--ignore-daemonsets",
         "--image",
         "--push",
+        "--offline",
         "--rm",
     ),
     *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
