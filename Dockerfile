@@ -6,7 +6,8 @@
 #   docker build --target worker-cuda --tag quire-worker-cuda:0.2.0.dev0 .
 #
 # TORCH_INDEX_URL is an index with the CPU build of torch: the default build for Linux brings gigabytes of CUDA, which
-# worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt. `make images` builds all for CPUs.
+# worker-cuda needs and worker-cpu does not. All packages are those of constraints.txt. `make images` builds the images
+# for CPUs.
 
 # By its digest, so that the same base is built on until this line changes.
 ARG PYTHON_IMAGE=python:3.11.15-slim-bookworm@sha256:d29f48a31a8b408ed19272ca1e7b10ebae13b240a27e862d3d4217c528e2e0c3

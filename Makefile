@@ -27,7 +27,10 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 # It compiles the CPU kernels for the best instruction set of this processor only, and Python modules when they are
 # imported: both keep the first start short.
 DEV_INSTALLED := $(VENV)/.quire-installed
-SERVING := $(if $(wildcard $(DEV_INSTALLED)),,$(filter serve,$(if $(filter 1,$(words $(MAKECMDGOALS))),$(MAKECMDGOALS))))
+SERVING :=
+ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
+SERVING := serve
+endif
 ifeq ($(SERVING),serve)
 INSTALLED := $(VENV)/.quire-serving-installed
 EDITABLE := $(VENV)/.quire-serving-editable
@@ -35,7 +38,6 @@ EXTRAS := all
 override PIP_FLAGS += --no-compile
 # For the environment of the build: pip reads the value as that of "compile".
 export PIP_NO_COMPILE := 0
-export SKBUILD_CMAKE_DEFINE := QUIRE_BEST_ISA=ON
 # Its build makes the stubs.
 STUBS :=
 STUBS_SOURCES = $(PROTOS) tools/generate_stubs.py
@@ -58,7 +60,8 @@ CHECKS := check-format check-lint check-types check-imports check-clocks check-w
 	check-code-map check-site check-compose check-kubernetes
 
 .PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: check $(CHECKS) test-containers images wheels test-languages test-ui bench paper tiny site api-docs code-map clean
+.PHONY: test-containers images wheels
+.PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -213,7 +216,7 @@ $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
-	$(PIP_INSTALL) --no-deps --editable .
+	SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python

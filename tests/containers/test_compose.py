@@ -94,6 +94,7 @@ async def test_by_default_all_serve_with_few_rights_survive_kills_and_stop_whole
     deployment = Deployment("quire-test-default")
     with deployment.up() as seconds:
         print(f"healthy after {seconds:.1f} s")
+        # Other work on the machine: `QUIRE_SLOWNESS=4 make test-containers`.
         assert seconds < HEALTHY_WITHIN_S * float(os.environ.get("QUIRE_SLOWNESS", "1"))
         for service, memory in (("worker", 8 << 30), ("scheduler", 1 << 30), ("gateway", 1 << 30)):
             check_rights(deployment, service, memory)

@@ -30,6 +30,8 @@ SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
     *("--jinja", "--port"),
+    *("--delete-emptydir-data", "--force", "--from", "--grace-period", "--ignore-daemonsets", "--image", "--push"),
+    *("--offline", "--rm"),
     *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
     *(
         "--exclude-path",

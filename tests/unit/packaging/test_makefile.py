@@ -36,4 +36,5 @@ def test_serve_compiles_for_one_instruction_set_beside_the_installation_and_inst
     assert "--jobs=2 SERVING=serve setup" in printed
     assert f"list_requirements.py all >{tmp_path}" in printed
     assert ".quire-serving-editable" in printed
+    assert "QUIRE_BEST_ISA=ON" in printed
     assert "list_requirements.py dev" not in printed
