@@ -185,7 +185,9 @@ def make_worker(
         report(LoadProgress(RECORDING))
         record_cuda_graphs(runner, model.device)
     report(LoadProgress(WARMING_UP))
-    warm_up(runner, pool, min(geometry.max_model_len, model.max_model_len), limits)
+    # The place of a vector has no position.
+    longest = min(geometry.max_model_len, model.max_model_len, settings.max_model_len or model.max_model_len)
+    warm_up(runner, pool, longest, limits)
     if templates is not None:
         # Before passes are measured, which this would disturb, and before a request has to wait for it.
         templates.wait_for_vocabulary()

@@ -331,13 +331,13 @@ class LiveRequest:
         for stream in self.sequences:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
-        self.usage = with_gateway_counts(end.usage or self._own_usage(), self.request, self.sequences)
+        self.usage = with_gateway_counts(end.usage or _own_usage(self), self.request, self.sequences)
         self._notify_over()
 
     def await_usage(self) -> bool:
         """Waits for the usage from now on if a stop string ended its last running sequence, so that the scheduler must
         be notified. Returns whether that is so; true once."""
-        if self.is_over or self.awaits_usage or not self._all_finished():
+        if self.is_over or self.awaits_usage or not _all_finished(self.sequences):
             return False
         self.awaits_usage = True
         return True
@@ -349,8 +349,8 @@ class LiveRequest:
         """
         for stream in self.sequences:
             stream.finish_if_complete(self.request.stopping.max_tokens)
-        if not self.is_over and self._all_finished():
-            self.usage = self._own_usage()
+        if not self.is_over and _all_finished(self.sequences):
+            self.usage = _own_usage(self)
             self._notify_over()
 
     def fail(self, error: QuireError) -> None:
@@ -384,7 +384,7 @@ class LiveRequest:
         self.prompt_logprobs = earlier.prompt_logprobs
         self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
         self._error = earlier._error
-        self.usage = earlier.usage or (self._own_usage() if earlier.awaits_usage else None)
+        self.usage = earlier.usage or (_own_usage(self) if earlier.awaits_usage else None)
         self._news.set()
         if self.is_over:
             self._notify_over()
@@ -412,16 +412,14 @@ class LiveRequest:
         if is_left:
             self.wake_reader()
         else:
-            self._count_tokens()
+            num_bytes, self._num_uncounted = self._num_uncounted, 0
+            self._count_bytes(num_bytes)
 
     def wake_reader(self) -> None:
         """Wakes the reader, which takes all output."""
-        self._count_tokens()
-        self._news.set()
-
-    def _count_tokens(self) -> None:
         num_bytes, self._num_uncounted = self._num_uncounted, 0
         self._count_bytes(num_bytes)
+        self._news.set()
 
     async def events(self) -> AsyncIterator[Event]:
         """All events in order, Completed last. While the reader is busy, new tokens join the next chunk.
@@ -516,9 +514,6 @@ class LiveRequest:
             await turns.pause()
         return sequences, self.usage
 
-    def _all_finished(self) -> bool:
-        return all(stream.finished is not None for stream in self.sequences)
-
     def _notify_over(self) -> None:
         self._news.set()
         self._ended.set()
@@ -529,17 +524,22 @@ class LiveRequest:
             raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
         return self.sequences[index]
 
-    def _own_usage(self) -> Usage:
-        """The usage as computed here, for a request whose scheduler can no longer report it. Values that only the
-        scheduler knows are 0, and the queue time counts as prefill."""
-        first = self._first_token_at if self._first_token_at is not None else self._last_token_at
-        return Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            generated_tokens=self.num_generated_tokens,
-            prefill_ms=(first - self._arrived_at) * 1000,
-            decode_ms=(self._last_token_at - first) * 1000,
-            reasoning_tokens=sum(stream.num_reasoning_tokens for stream in self.sequences),
-        )
+
+def _all_finished(sequences: Sequence[SequenceStream]) -> bool:
+    return all(stream.finished is not None for stream in sequences)
+
+
+def _own_usage(live: LiveRequest) -> Usage:
+    """The usage as computed here, for a request whose scheduler can no longer report it. Values that only the scheduler
+    knows are 0, and the queue time counts as prefill."""
+    first = live._first_token_at if live._first_token_at is not None else live._last_token_at
+    return Usage(
+        prompt_tokens=len(live.request.prompt_token_ids),
+        generated_tokens=live.num_generated_tokens,
+        prefill_ms=(first - live._arrived_at) * 1000,
+        decode_ms=(live._last_token_at - first) * 1000,
+        reasoning_tokens=sum(stream.num_reasoning_tokens for stream in live.sequences),
+    )
 
 
 def _taken(live: LiveRequest, take: Callable[[], Chunk | None]) -> Chunk | None:
