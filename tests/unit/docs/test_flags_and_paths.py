@@ -44,7 +44,7 @@ FOREIGN_FLAGS = {
     ),
 }
 # Files that documents mention as absent.
-ABSENT = {"setup.py"}
+ABSENT = {"setup.py", "build/images"}
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")

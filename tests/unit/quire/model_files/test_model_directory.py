@@ -50,7 +50,8 @@ OUTSIDE = ["../1.safetensors", "/1.safetensors"]
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 9\n"
 TAKEN = (
     "--model takes a directory as transformers saves it (config.json, tokenizer.json, *.safetensors), a GGUF file, a "
-    "model of the Hugging Face Hub as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M, or quire-tiny"
+    "model of the Hugging Face Hub as ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M, a model of a registry as "
+    "oci://HOST/REPOSITORY:TAG, or quire-tiny"
 )
 
 
