@@ -44,6 +44,8 @@ _CONFIG_FIELD = "config"
 _VARIABLE_PREFIX = "QUIRE_"
 # Minimum similarity, by difflib, of two names if one is the other with a mistake.
 _SAME_LETTERS = 0.9
+# The same of two words of them.
+_SAME_WORD = 0.65
 # Messages of argparse.
 _UNRECOGNIZED = re.compile(r"unrecognized arguments: (?P<flag>--[\w-]+)")
 _VALUE_OF_BOOL = re.compile(r"argument (?P<flag>--\S+)/(?P<negated>--no-\S+): ignored explicit argument (?P<value>.+)")
@@ -170,8 +172,18 @@ def misspelt_variables(cls: type, environ: Mapping[str, str], *, program: str) -
         if not is_ours or any(name.startswith(f"{each}_") for each in known):
             continue
         for near in difflib.get_close_matches(name, known, 1, _SAME_LETTERS):
-            lines.append(f"{name} is set, and no setting of {program}; did you mean {near}?")
+            if not _has_other_words(name, near):
+                lines.append(f"{name} is set, and no setting of {program}; did you mean {near}?")
     return lines
+
+
+def _has_other_words(name: str, near: str) -> bool:
+    """Whether two names with as many words differ by a word that is no misspelling, as METRICS of TRACES."""
+    words, others = name.split("_"), near.split("_")
+    return len(words) == len(others) and any(
+        difflib.SequenceMatcher(None, word, other).ratio() < _SAME_WORD
+        for word, other in zip(words, others, strict=True)
+    )
 
 
 def to_argv(cls: type, values: Mapping[str, object]) -> list[str]:

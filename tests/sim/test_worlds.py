@@ -75,6 +75,7 @@ def test_without_faults_nothing_is_unavailable() -> None:
     assert "UNAVAILABLE" not in run_world(plan).errors
 
 
+@pytest.mark.long
 def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
     plan = next(plan for plan in map(draw_plan, range(100)) if plan.faults)
     part = replace(plan, faults=plan.faults[:1], requests=plan.requests[::2])
@@ -106,6 +107,7 @@ def test_a_scheduler_that_dies_between_ranks_costs_no_rank() -> None:
     assert [num_started[host] for host in RANKED_REPLICA] == [1, 1, 2]
 
 
+@pytest.mark.long
 def test_a_rank_that_draws_another_token_costs_a_step() -> None:
     plan = next(plan for plan in map(draw_plan, range(200)) if plan.layout.replicas == RANKED_REPLICA)
     worlds: list[World] = []

@@ -1,7 +1,7 @@
 """Tiers of tests, and files with tests of a tier, which are found by their text: the others are not imported."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from hypothesis import settings
 MARKERS = frozenset({"extended", "all_isas", "real", "long"})
 _ROOT = Path(__file__).parents[1]
 # A file has tests with one of `MARKERS` only if it, or a conftest.py that it uses, has one of these texts.
-_SOME = re.compile(r"\bmark\.(extended|all_isas|real|long)\b|\b(cpu_kernels|parametrize_once)\b")
+_SOME = re.compile(r"\bmark\.(extended|all_isas|real|long)\b|\b(cpu_kernels|parametrize_once|parametrize_in_turn)\b")
 _ALL_EXTENDED = re.compile(r"^pytestmark = pytest\.mark\.extended$", re.MULTILINE)
 _ALL_LONG = re.compile(r"^pytestmark = pytest\.mark\.long$", re.MULTILINE)
 _ALL_REAL = re.compile(r"^pytestmark = pytest\.mark\.real$", re.MULTILINE)
@@ -33,6 +33,19 @@ def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest
     several = "," in names
     rest = [pytest.param(*(case if several else (case,)), marks=pytest.mark.extended) for case in cases[1:]]
     return pytest.mark.parametrize(names, [cases[0], *rest], **options)
+
+
+def parametrize_in_turn(names: str, first: Iterable[Any], others: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Parametrizes a test with each value of `first` and each of `others`. The first two tiers run each value of
+    `first` with one of `others`, in turn; `make test-long` runs all pairs."""
+    return pytest.mark.parametrize(
+        names,
+        [
+            pytest.param(one, *other, marks=() if place == number % len(others) else pytest.mark.long)
+            for number, one in enumerate(first)
+            for place, other in enumerate(others)
+        ],
+    )
 
 
 def may_select(expression: str, path: Path) -> bool:

@@ -35,7 +35,9 @@ def shortened(course: Course) -> Course:
     )
 
 
-@pytest.mark.parametrize("number", range(len(COURSES)))
+@pytest.mark.parametrize(
+    "number", [0, *(pytest.param(number, marks=pytest.mark.long) for number in range(1, len(COURSES)))]
+)
 def test_a_course_goes_on_from_a_model_and_writes_another(number, tmp_path):
     start, output = tmp_path / "start", tmp_path / "output"
     config = LlamaConfig.from_pretrained(

@@ -187,7 +187,7 @@ WITH_STATES = {
     [
         *((family, "auto") for family in (*OTHERS, *WITH_STATES) if family != "falcon-h1-tied"),
         *((family, "auto") for family in ("llama", "qwen2", "qwen3", "gpt2", *FURTHER)),
-        *((family, "transformers") for family in FURTHER),
+        *(pytest.param(family, "transformers", marks=pytest.mark.long) for family in FURTHER),
     ],
 )
 def test_a_model_of_a_file_computes_what_that_of_its_directory_does(

@@ -22,7 +22,7 @@ from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
 from tests.support.cpu_kernels import torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import parametrize_in_turn, parametrize_once
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
@@ -124,8 +124,7 @@ def test_rows_of_one_batch_are_as_if_each_adapter_were_merged(
             assert (expected - plain).abs().max() > 0.1, "it adapts"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@parametrize_in_turn("family, dtype", FAMILIES, [(torch.bfloat16,), (torch.float32,)])
 def test_bits_of_a_row_do_not_depend_on_its_neighbours(
     family: str, dtype: torch.dtype, make: Callable[[str], Made]
 ) -> None:

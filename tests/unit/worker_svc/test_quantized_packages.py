@@ -28,7 +28,7 @@ from tests.support.package_files import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from tests.support.quantized_files import Quantize, Tensors, awq, gptq, quantize_model
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import parametrize_in_turn, parametrize_once
 from worker_svc import pool_setup, startup
 from worker_svc.models.registry import load_model
 from worker_svc.quantized_weights import read_quantized_weights
@@ -112,8 +112,11 @@ def test_weights_have_the_numbers_that_the_package_computes(tmp_path: Path, name
         assert checkpoint.num_bytes(spec) < 2 * numbers.numel()
 
 
-@pytest.mark.parametrize("name", ["bitsandbytes-nf4", "bitsandbytes-int8", "modelopt-nvfp4", "hqq-4", "torchao-int4"])
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@parametrize_in_turn(
+    "name, implementation",
+    ["bitsandbytes-nf4", "bitsandbytes-int8", "modelopt-nvfp4", "hqq-4", "torchao-int4"],
+    [("native",), ("transformers",)],
+)
 def test_a_model_computes_what_the_model_of_these_numbers_does(tmp_path: Path, name: str, implementation: str) -> None:
     expected = make(tmp_path / "quantized", name)
     make_model(tmp_path / "plain", LLAMA)

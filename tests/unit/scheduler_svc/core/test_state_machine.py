@@ -27,6 +27,7 @@ from scheduler_svc.core.request import (
 )
 from tests.support.cache_mirror import CacheMirror
 from tests.support.core_driver import CLIENT, Driver, continued, expected_output, make_config, make_request
+from tests.support.tiers import few_examples
 
 ADAPTERS = st.sampled_from([b"", b"", b"\x01", b"\x02", b"\x03", b"\x04"])
 CONSTRAINTS = st.sampled_from([b"", b"", b"a", b"b", b"c", b"d"])
@@ -443,4 +444,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(stateful_step_count=60, deadline=None)
+TestSchedulerMachine.settings = settings(few_examples(), stateful_step_count=60, deadline=None)

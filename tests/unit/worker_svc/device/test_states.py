@@ -13,6 +13,7 @@ from tests.support.models import STATES, make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
 from tests.support.threaded_ranks import run_ranks
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.device.arena import arena_shape, caches_of, pages_of
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import RecordedForward
@@ -135,9 +136,11 @@ def make_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("max_passes", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", STATES)
+@parametrize_in_turn(
+    "family, dtype, max_passes",
+    STATES,
+    [(torch.bfloat16, 3), (torch.float32, 1), (torch.bfloat16, 1), (torch.float32, 3)],
+)
 def test_a_prompt_in_chunks_in_company_and_from_checkpoints_is_the_same_bit_for_bit(
     family: str, dtype: torch.dtype, max_passes: int, tmp_path: Path
 ) -> None:
