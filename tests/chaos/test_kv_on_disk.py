@@ -102,7 +102,7 @@ async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path)
         assert served.server.process("worker").starts == 1
 
 
-@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.asyncio(loop_scope="session")
 async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
     first, second = tmp_path / "kv" / "blocks.kv", tmp_path / "kv" / "blocks-1.kv"

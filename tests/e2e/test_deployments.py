@@ -209,6 +209,7 @@ async def test_the_kubernetes_manifests_serve(tmp_path: Path) -> None:
         await check_answers(address, ClientTls(certificates / "ca.pem"), api_key)
 
 
+@pytest.mark.long
 async def test_the_units_of_systemd_serve(tmp_path: Path) -> None:
     certificates = certificates_of(DEPLOYING, tmp_path / "certs")
     api_key = KeysFile(tmp_path / "keys.json").add("acme")

@@ -22,6 +22,7 @@ def engine(request: pytest.FixtureRequest) -> WholeEngine:
 @parametrize_once(
     "engine, max_num_batched_tokens",
     [("bfloat16", 24), ("bfloat16", 41), ("bfloat16", 2048), ("int8 pool", 40), ("int8 weights", 33), ("float32", 40)],
+    second_tier=2,
     indirect=["engine"],
 )
 def test_text_is_that_of_an_undisturbed_run(engine: WholeEngine, max_num_batched_tokens: int) -> None:

@@ -86,7 +86,10 @@ def texts_of(requests: Sequence[Request], outcome: dict[tuple[int, int], Text]) 
 # In other types than float32, recomputation after a preemption rounds differently, with drafts or without.
 @parametrize_once(
     "engines, config",
-    [(pool, SWAP) for pool in POOLS] + [("bfloat16", {}), ("float32", RECOMPUTE)],
+    [("bfloat16", SWAP), ("float32", RECOMPUTE)]
+    + [(pool, SWAP) for pool in POOLS if pool != "bfloat16"]
+    + [("bfloat16", {})],
+    second_tier=1,
     indirect=["engines"],
 )
 def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], config: dict[str, Any]) -> None:

@@ -55,8 +55,6 @@ _SHOWN = [
 _OTHERS = [
     ("released-row", 0),
     ("ranks-not-compared", 29),
-    ("salt-not-sent", 8),
-    ("seals-outlive-sleep", 27),
 ]
 _ALL = [
     (name, int(seed))

@@ -40,7 +40,7 @@ def crowded(seed: int) -> Plan:
     return replace(plan, layout=layout, faults=tuple(stops[:1]), low_limits=())
 
 
-@pytest.mark.extended
+@pytest.mark.long
 def test_a_stream_does_not_stand_still_where_other_replicas_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     worlds, left, pauses = list[World](), dict[str, float](), list[float]()
     hand_over, start = CheckedScheduler.move_away, CheckedScheduler._start
@@ -102,7 +102,7 @@ def all_drain(seed: int) -> Plan:
     )
 
 
-@parametrize_once("seed", range(NUM_WORLDS))
+@parametrize_once("seed", range(NUM_WORLDS), second_tier=1)
 def test_no_stream_ends_where_all_replicas_drain(seed: int) -> None:
     assert run_world(all_drain(seed)).errors == ()
 

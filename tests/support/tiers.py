@@ -28,10 +28,19 @@ def few_examples() -> settings:
     return settings() if is_third_tier() else settings(max_examples=20)
 
 
-def parametrize_once(names: str, cases: Sequence[Any], **options: Any) -> pytest.MarkDecorator:
-    """Parametrizes a test with the first of these cases; with the others it is an extended test."""
+def parametrize_once(
+    names: str, cases: Sequence[Any], *, second_tier: int | None = None, **options: Any
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with the first of these cases; with the others it is an extended test. With `second_tier`,
+    only that number of the others are in the second tier, and the rest in the third."""
     several = "," in names
-    rest = [pytest.param(*(case if several else (case,)), marks=pytest.mark.extended) for case in cases[1:]]
+    marks = [
+        pytest.mark.extended if second_tier is None or n < second_tier else pytest.mark.long
+        for n in range(len(cases) - 1)
+    ]
+    rest = [
+        pytest.param(*(case if several else (case,)), marks=mark) for case, mark in zip(cases[1:], marks, strict=True)
+    ]
     return pytest.mark.parametrize(names, [cases[0], *rest], **options)
 
 

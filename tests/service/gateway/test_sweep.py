@@ -334,7 +334,7 @@ async def over_http(http: httpx.AsyncClient) -> list[tuple[str, Call]]:
 
 
 # The third tier makes all calls, which fill each field of gRPC in two ways or more, each of HTTP in three.
-GRPC_STEP, HTTP_STEP = (1, 1) if is_third_tier() else (7, 11)
+GRPC_STEP, HTTP_STEP = (1, 1) if is_third_tier() else (13, 23)
 
 
 async def test_fields_of_grpc_calls_at_their_limits(gateway):

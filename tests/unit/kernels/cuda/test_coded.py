@@ -21,6 +21,7 @@ from tests.support.coded_weights import SCALED, dequantized, make_coded, make_sc
 from tests.support.gguf_files import write_gguf
 from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span, codings_of
+from tests.support.tiers import parametrize_in_turn
 from tests.support.triton_devices import KernelDevice
 from tests.unit.worker_svc.test_gguf_weights import CODED, CODED_SIZES, code_as_a_mix
 from worker_svc.layers.embedding_norm import TiedHead
@@ -48,8 +49,7 @@ def test_looked_up_rows_are_those_of_the_dequantized_weight(
         assert torch.equal(coded.look_up(weight, ids), dequantized(weight).bfloat16()[ids])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 17])
-@pytest.mark.parametrize("coding", Coding)
+@parametrize_in_turn("coding, num_tokens", Coding, [(17,), (1,)])
 def test_products_are_those_of_the_dequantized_weight(device: KernelDevice, coding: Coding, num_tokens: int) -> None:
     """The number of outputs is larger than a tile, and no multiple of it."""
     for seed in range(3 if coding in SCALED else 1):
