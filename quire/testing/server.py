@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections import deque
@@ -18,6 +17,7 @@ from typing import Any, Self, TextIO
 
 import quire
 from quire.rpc.process import command_of, environ_of
+from quire.runtime import clock
 from quire.runtime.failpoint import NAMES, VARIABLE
 from quire.testing.rules import Received, Rule, RuleError, When, read_record
 
@@ -82,12 +82,12 @@ class ChildServer:
         assert process.stdout is not None, "it is a pipe"
         self._reader = threading.Thread(target=self._read, args=(process.stdout,), daemon=True)
         self._reader.start()
-        until = time.monotonic() + self.ready_s
+        until = clock.monotonic() + self.ready_s
         while not self._is_ready.wait(0.005):
             if process.poll() is not None:
                 self.stop()
                 raise self._error(f"`quire {self.command}` ended with status {self.exit_status} before it served")
-            if time.monotonic() > until:
+            if clock.monotonic() > until:
                 self.stop()
                 raise self._error(f"`quire {self.command}` did not serve within {self.ready_s:g} s")
         return self
