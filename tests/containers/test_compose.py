@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -56,7 +57,7 @@ async def check_chat(deployment: Deployment, key: str | None = None, authority: 
     """Chats by HTTP and by gRPC through the published ports."""
     http, grpc = deployment.ports[:2]
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    scheme, verify = ("http", True) if authority is None else ("https", str(authority))
+    scheme, verify = ("http", True) if authority is None else ("https", ssl.create_default_context(cafile=authority))
     async with httpx.AsyncClient(base_url=f"{scheme}://localhost:{http}", verify=verify, timeout=60) as client:
         answer = await client.post("/v1/chat/completions", json=CHAT, headers=headers)
     assert answer.status_code == 200, answer.text
@@ -147,7 +148,7 @@ async def test_with_tls_and_keys_two_gateways_serve_as_another_user() -> None:
         await check_chat(deployment, key, authority)
         second = Deployment(deployment.name, ports=(*deployment.ports[2:], 0, 0))
         await check_chat(second, key, authority)
-        async with httpx.AsyncClient(verify=str(authority)) as client:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=authority)) as client:
             refused = await client.post(f"https://localhost:{deployment.ports[0]}/v1/chat/completions", json=CHAT)
             assert refused.status_code == 401
         with pytest.raises(httpx.HTTPError):

@@ -48,6 +48,13 @@ def test_only_images_of_workers_have_torch() -> None:
         assert names.isdisjoint({"triton", "accelerate"})
 
 
+def test_images_are_built_with_every_package_of_the_wheel() -> None:
+    """The build passes over a package whose folder is not there: the image's `quire` would miss a command."""
+    packages = read_pyproject()["tool"]["scikit-build"]["wheel"]["packages"]
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert {f"!{package}" for package in packages} <= set(lines)
+
+
 def test_everything_required_is_pinned() -> None:
     pyproject = read_pyproject()
     required = (
