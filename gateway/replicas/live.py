@@ -275,7 +275,7 @@ class LiveRequest:
         Raises:
             TokenGapError: tokens are missing.
         """
-        stream = self._stream(run.sequence_index)
+        stream = _stream_of(self, run.sequence_index)
         was_running = stream.finished is None
         if num_new := stream.accept(run.offset, run.token_ids, run.logprobs):
             if arrivals is None:
@@ -322,7 +322,7 @@ class LiveRequest:
 
     def end_sequence(self, end: SequenceEnded) -> None:
         """Raises TokenGapError when tokens of the sequence are missing."""
-        stream = self._stream(end.sequence_index)
+        stream = _stream_of(self, end.sequence_index)
         stream.finish(end.num_tokens, end.reason, end.stop_token_id, end.cumulative_logprob, end.vector)
         self._news.set()
 
@@ -331,7 +331,7 @@ class LiveRequest:
         for stream in self.sequences:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
-        self.usage = with_gateway_counts(end.usage or _own_usage(self), self.request, self.sequences)
+        self.usage = with_gateway_counts(end.usage or self._own_usage(), self.request, self.sequences)
         self._notify_over()
 
     def await_usage(self) -> bool:
@@ -350,7 +350,7 @@ class LiveRequest:
         for stream in self.sequences:
             stream.finish_if_complete(self.request.stopping.max_tokens)
         if not self.is_over and _all_finished(self.sequences):
-            self.usage = _own_usage(self)
+            self.usage = self._own_usage()
             self._notify_over()
 
     def fail(self, error: QuireError) -> None:
@@ -384,7 +384,7 @@ class LiveRequest:
         self.prompt_logprobs = earlier.prompt_logprobs
         self.submissions, self.moves, self.model = earlier.submissions, earlier.moves, earlier.model
         self._error = earlier._error
-        self.usage = earlier.usage or (_own_usage(self) if earlier.awaits_usage else None)
+        self.usage = earlier.usage or (self._own_usage() if earlier.awaits_usage else None)
         self._news.set()
         if self.is_over:
             self._notify_over()
@@ -519,27 +519,27 @@ class LiveRequest:
         self._ended.set()
         self._on_over()
 
-    def _stream(self, index: int) -> SequenceStream:
-        if index >= len(self.sequences):
-            raise TokenGapError(f"request {self.request.request_id} has no sequence {index}")
-        return self.sequences[index]
+    def _own_usage(self) -> Usage:
+        """The usage as computed here, for a request whose scheduler can no longer report it. Values that only the
+        scheduler knows are 0, and the queue time counts as prefill."""
+        first = self._first_token_at if self._first_token_at is not None else self._last_token_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            generated_tokens=self.num_generated_tokens,
+            prefill_ms=(first - self._arrived_at) * 1000,
+            decode_ms=(self._last_token_at - first) * 1000,
+            reasoning_tokens=sum(stream.num_reasoning_tokens for stream in self.sequences),
+        )
+
+
+def _stream_of(live: LiveRequest, index: int) -> SequenceStream:
+    if index >= len(live.sequences):
+        raise TokenGapError(f"request {live.request.request_id} has no sequence {index}")
+    return live.sequences[index]
 
 
 def _all_finished(sequences: Sequence[SequenceStream]) -> bool:
     return all(stream.finished is not None for stream in sequences)
-
-
-def _own_usage(live: LiveRequest) -> Usage:
-    """The usage as computed here, for a request whose scheduler can no longer report it. Values that only the scheduler
-    knows are 0, and the queue time counts as prefill."""
-    first = live._first_token_at if live._first_token_at is not None else live._last_token_at
-    return Usage(
-        prompt_tokens=len(live.request.prompt_token_ids),
-        generated_tokens=live.num_generated_tokens,
-        prefill_ms=(first - live._arrived_at) * 1000,
-        decode_ms=(live._last_token_at - first) * 1000,
-        reasoning_tokens=sum(stream.num_reasoning_tokens for stream in live.sequences),
-    )
 
 
 def _taken(live: LiveRequest, take: Callable[[], Chunk | None]) -> Chunk | None:

@@ -189,6 +189,7 @@ class _CompactShaper:
         self._shaper, self._compacted = shaper, compacted
         # A compaction is never a stream.
         self.begin, self.event, self.end = shaper.begin, shaper.event, shaper.end
+        self.repeats_form = shaper.repeats_form
 
     def whole(self, results: Sequence[Result]) -> CompactedResponse:
         response = self._shaper.whole(results)
