@@ -20,10 +20,14 @@ NUM_RESPONSES = 3
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    """The only gateway of a server, with the default store; float32, so that recomputed values are the same."""
-    batches = tmp_path_factory.mktemp("store") / "batches"
-    async with serving(num_gpu_blocks=512, dtype="float32", batch_dir=batches) as running:
+async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    """Two gateways that share a file; with the parameter "one gateway" the only gateway of a server, with the default
+    store. In float32, so that recomputed values are the same."""
+    directory = tmp_path_factory.mktemp("store")
+    flags: dict[str, Any] = {"gateways": 2, "response_store": f"sqlite:{directory}/kept.db"}
+    if getattr(request, "param", None) == "one gateway":
+        flags = {}
+    async with serving(num_gpu_blocks=512, dtype="float32", batch_dir=directory / "batches", **flags) as running:
         yield running
 
 
@@ -68,7 +72,15 @@ def _told(events: Sequence[Any]) -> list[tuple[int, str, str]]:
     return [(event.sequence_number, event.type, getattr(event, "delta", "")) for event in events]
 
 
-@pytest.mark.parametrize("victims", [("gateway",), pytest.param(("worker", "gateway"), marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("shared", "victims"),
+    [
+        ("two gateways", ("gateway", "gateway-1")),
+        ("one gateway", ("gateway",)),
+        pytest.param("two gateways", ("worker", "gateway"), marks=pytest.mark.extended),
+    ],
+    indirect=["shared"],
+)
 async def test_responses_in_the_background_survive(shared: Served, victims: tuple[str, ...]) -> None:
     await shared.server.wait_ready()
     url = f"http://{shared.server.http_address}/v1"
@@ -149,7 +161,8 @@ async def test_streams_of_a_websocket_go_on_at_the_exact_event(shared: Served) -
         await until(have_begun)
         if any(events[-1]["type"] == "response.incomplete" for events in streams):
             raise TooLateError
-        await kill(shared, "gateway")
+        for name in ("gateway", "gateway-1"):
+            await kill(shared, name)
         await reading
         return streams
 
@@ -200,7 +213,7 @@ async def test_a_batch_survives_and_answers_each_request_once(shared: Served) ->
             ]
 
         expected = [(each["custom_id"], await _completion(client, each["body"])) for each in lines]
-        victims = ("gateway", "worker", "gateway")
+        victims = ("gateway", "gateway-1", "worker", "gateway")
         assert await until_hit(partial(answers, victims)) == expected
 
 

@@ -56,7 +56,7 @@ async def test_faults_strike_the_processes_that_they_name() -> None:
         assert "is gone" in await parse_fault("kill one_svc").happen(place, Random(0))
 
 
-@pytest.mark.parametrize("text", ["cut", "leave", "kill nobody_svc"])
+@pytest.mark.parametrize("text", ["cut", "leave", "kill absent_svc"])
 async def test_fault_that_does_not_happen_is_not_counted(text: str) -> None:
     async with server() as place:
         with pytest.raises(NothingHappenedError):
