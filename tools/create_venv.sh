@@ -1,5 +1,5 @@
 #!/bin/sh
-# Creates the virtual environment DIR with the interpreter PYTHON.
+# Creates the virtual environment DIR with the interpreter PYTHON, with pip, and with uv where there is a build of it.
 # usage: create_venv.sh PYTHON DIR
 set -eu
 
@@ -28,3 +28,7 @@ else
   echo "setup: error: $python has no venv module; install it (on Debian: apt-get install python3-venv)" >&2
   exit 1
 fi
+
+PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+  "$directory/bin/python" -m pip install --quiet --no-deps --only-binary :all: uv ||
+  echo "setup: uv cannot be installed here; pip does its work, slower"
