@@ -18,17 +18,17 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
 fi
 
 echo "setup: creating $directory with $("$python" --version 2>&1)"
-if "$python" -c 'import ensurepip, venv' 2>/dev/null; then
+export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
+# The interpreter's own pip (22.3 or later) is quicker than ensurepip, which some distributions leave out.
+if "$python" -c 'import venv, pip' 2>/dev/null && "$python" -m venv --without-pip "$directory" &&
+  "$python" -m pip --python "$directory/bin/python" install --quiet --no-compile pip; then
+  :
+elif "$python" -c 'import ensurepip, venv' 2>/dev/null; then
   "$python" -m venv "$directory"
-elif "$python" -c 'import venv' 2>/dev/null; then
-  # Some distributions leave ensurepip out. Their pip (22.3 or later) can install itself into another environment.
-  "$python" -m venv --without-pip "$directory"
-  "$python" -m pip --python "$directory/bin/python" install --quiet pip
 else
-  echo "setup: error: $python has no venv module; install it (on Debian: apt-get install python3-venv)" >&2
+  echo "setup: error: $python has no venv module, or neither pip nor ensurepip; install them" \
+    "(on Debian: apt-get install python3-venv)" >&2
   exit 1
 fi
-
-PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-  "$directory/bin/python" -m pip install --quiet --no-deps --only-binary :all: uv ||
+"$directory/bin/python" -m pip install --quiet --no-compile --no-deps --only-binary :all: uv ||
   echo "setup: uv cannot be installed here; pip does its work, slower"
