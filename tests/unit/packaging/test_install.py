@@ -41,7 +41,7 @@ def test_settings_of_the_environment_win_over_those_of_the_command_and_of_all_co
 def test_pip_installs_where_uv_fails_or_is_missing(tmp_path: Path, program: str | None) -> None:
     packages, record = tmp_path / "packages", tmp_path / "record"
     packages.mkdir()
-    # What stands for uv fails, and what stands for pip writes down its arguments.
+    # The module `uv` fails, and the module `pip` writes down its arguments.
     if program is not None:
         (packages / "uv.py").write_text(program)
     (packages / "pip.py").write_text(
