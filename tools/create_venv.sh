@@ -21,8 +21,8 @@ echo "setup: creating $directory with $("$python" --version 2>&1)"
 export PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1
 # The interpreter's own pip (22.3 or later) is quicker than ensurepip, which some distributions leave out.
 if "$python" -c 'import venv, pip' 2>/dev/null && "$python" -m venv --without-pip "$directory" &&
-  "$python" -m pip --python "$directory/bin/python" install --quiet --no-compile pip; then
-  :
+  "$python" -m pip --python "$directory/bin/python" install --quiet --no-compile --only-binary uv pip uv; then
+  exit 0
 elif "$python" -c 'import ensurepip, venv' 2>/dev/null; then
   "$python" -m venv "$directory"
 else
