@@ -208,7 +208,7 @@ $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
-	SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(INSTALL) --constraint constraints.txt \
+	CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(INSTALL) --constraint constraints.txt \
 		--no-deps --editable .
 	@touch $@
 
