@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 
-from bench.kills_processes import held_by
+from bench.cluster import held_by
 from bench.report import Series, write_results
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.address import TcpAddress, parse_address

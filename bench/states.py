@@ -27,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from bench.kills_processes import services_of
+from bench.cluster import services_of
 from bench.llama_cpp import served
 from bench.report import Series, median_ratio, write_results
 
