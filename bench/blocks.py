@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--moved-tokens", type=int, default=1024, help="tokens of the moved sequence; 0: none")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -49,8 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
             series += moves(arguments)
     if arguments.moved_tokens:
         series.append(prefill(arguments))
-    if arguments.out is not None:
-        write_results(arguments.out, "attention and moves by block size", series)
+    write_results(arguments.out, "attention and moves by block size", series)
 
 
 def attention(kernels: CpuKernels, context: int, arguments: argparse.Namespace) -> list[Series]:

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=300, help="earlier steps of the batch that turns over")
     parser.add_argument("--waiting", type=int, default=10_000, help="waiting requests to measure; 0: none")
     parser.add_argument("--runs", type=int, default=5, help="runs of each rare call; 0: none")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -60,9 +58,8 @@ def main(arguments: argparse.Namespace) -> None:
     waiting = measure_waiting(arguments.waiting) if arguments.waiting else None
     if waiting is not None:
         _print_waiting(waiting)
-    if arguments.out is not None:
-        facts = {"parts_ms": splits, "waiting": waiting and asdict(waiting)}
-        write_results(arguments.out, "the cost of the scheduler's core", series, **facts)
+    facts = {"parts_ms": splits, "waiting": waiting and asdict(waiting)}
+    write_results(arguments.out, "the cost of the scheduler's core", series, **facts)
 
 
 @dataclass(frozen=True, slots=True)

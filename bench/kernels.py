@@ -10,7 +10,6 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="instruction set; default: the best of this processor")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -79,9 +77,8 @@ def main(arguments: argparse.Namespace) -> None:
             ]
         if "pointwise" in parts:
             series += _pointwise(kernels, arguments.runs)
-    if arguments.out:
-        facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
-        write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
+    facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
+    write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
 
 
 def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:

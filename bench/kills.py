@@ -361,7 +361,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="write the output of the processes")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -381,12 +380,11 @@ def main(arguments: argparse.Namespace) -> None:
     reports = {"undisturbed": torture.undisturbed, "with faults": report}
     print(*table(reports), *fault_table(reports, arguments.streams), *findings(reports), sep="\n")
     print(*(f"FAILED: {each}" for each in failures), sep="\n")
-    if arguments.out is not None:
-        served_s = tuple(each.served_s for each in report.struck if each.served_s is not None)
-        series = [Series("served again after a fault", "s", served_s)] if served_s else []
-        calls = Counter(step.question.kind for step in report.steps if isinstance(step, torture_traffic.Call))
-        facts = {**as_json(torture.plan, reports, {}), "calls": calls, "failures": failures}
-        write_results(arguments.out, "streams through kills, stops, cuts and moves", series, **facts)
+    served_s = tuple(each.served_s for each in report.struck if each.served_s is not None)
+    series = [Series("served again after a fault", "s", served_s)] if served_s else []
+    calls = Counter(step.question.kind for step in report.steps if isinstance(step, torture_traffic.Call))
+    facts = {**as_json(torture.plan, reports, {}), "calls": calls, "failures": failures}
+    write_results(arguments.out, "streams through kills, stops, cuts and moves", series, **facts)
     if failures:
         sys.exit(1)
 

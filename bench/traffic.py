@@ -26,13 +26,12 @@ from quire.rpc.errors import QuireError, ResourceExhausted
 from quire_torture import traffic as torture
 from quire_torture.answers import Answer, Choice, Usage
 from quire_torture.client import Client, FailedError, Progress
-from quire_torture.traffic import Call, Limits, Question, draw_questions
+from quire_torture.traffic import STORY, Call, Limits, Question, draw_questions
 
 _CALL_TIMEOUT_S = 600.0
 _NUM_TOKENS = 160
 _POLL_S = 0.25
 _SCHEMA = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30, "maxItems": 40}
-_STORY = "Once upon a time there was a little girl who had a red ball. She went to the park with her dog. "
 _FREE = GenerationOptions(temperature=1.0, max_tokens=_NUM_TOKENS, ignore_eos=True)
 _JSON = Constraint(json_schema=_SCHEMA)
 
@@ -69,7 +68,7 @@ class Gateways:
     """One or more gateways under torture; callers take turns at them.
 
     Attributes:
-        addresses: Of gRPC.
+        addresses: For gRPC.
         clients: Each goes on at the other gateways if its own breaks.
     """
 
@@ -137,7 +136,7 @@ async def _serves(address: str, timeout_s: float) -> bool:
 
 
 def draw(seed: int, count: int, kinds: Sequence[str]) -> list[Question]:
-    """`count` questions of these kinds, which are ours or those of `quire torture`, in turn."""
+    """`count` questions of these kinds, ours and the kinds of `quire torture`, in turn."""
     places = [kinds[(seed + number) % len(kinds)] for number in range(count)]
     # Ours have the prompts of a completion.
     drawn = [each if each in torture.KINDS else "completion" for each in places]
@@ -158,14 +157,14 @@ Ask = Callable[[Asked], Awaitable[Answer]]
 
 def _generate(options: GenerationOptions, *, length: int = 0, model: str | None = None, priority: int = 0) -> Ask:
     async def ask(asked: Asked) -> Answer:
-        prompt = asked.prompt + " " + _STORY * length
+        prompt = asked.prompt + " " + STORY * length
         return await _read_grpc(asked, prompt, options, model=model, priority=priority)
 
     return ask
 
 
 async def _pinned(asked: Asked) -> Answer:
-    prefix = f"{_STORY * 8} {asked.prompt}"
+    prefix = f"{STORY * 8} {asked.prompt}"
     await asked.client.pin_prefix(prefix, time_to_live_ms=2_000)
     return await _read_grpc(asked, f"{prefix} and then", _FREE)
 
@@ -173,11 +172,11 @@ async def _pinned(asked: Asked) -> Answer:
 async def _turns(asked: Asked) -> Answer:
     """Each turn has fixed texts as the model's earlier answers: blocks that requests generate are rounded as decodes
     (docs/architecture.md), so that the next turn would not be the same with and without them."""
-    messages, answers = [ChatMessage("system", _STORY * 3)], list[Answer]()
+    messages, answers = [ChatMessage("system", STORY * 3)], list[Answer]()
     for turn in range(3):
         messages.append(ChatMessage("user", f"{asked.prompt}, turn {turn}"))
         answers.append(await _read_grpc(asked, messages, replace(_FREE, max_tokens=60)))
-        messages.append(ChatMessage("assistant", f"The dog ran away, for the {turn}th time. {_STORY}"))
+        messages.append(ChatMessage("assistant", f"The dog ran away, for the {turn}th time. {STORY}"))
     choices = {turn: answer.choices[0] for turn, answer in enumerate(answers)}
     breaches = tuple(each for answer in answers for each in answer.breaches)
     return Answer(choices, None, all(each.is_complete for each in answers), breaches)
@@ -283,7 +282,7 @@ KINDS: Mapping[str, Ask] = {
     ),
     "durable penalties": _generate(replace(_FREE, frequency_penalty=0.5, top_p=0.95, ignore_eos=None)),
     "durable prediction": _generate(
-        GenerationOptions(temperature=0.0, prediction=_STORY * 3, max_tokens=_NUM_TOKENS), length=2
+        GenerationOptions(temperature=0.0, prediction=STORY * 3, max_tokens=_NUM_TOKENS), length=2
     ),
     "durable long": _generate(_FREE, length=20),
     "durable first": _generate(_FREE, priority=5),
