@@ -133,10 +133,11 @@ class Client:
 
     async def _read(self, response: httpx.Response, reading: Reading, progress: Progress) -> None:
         call = progress.call
-        async for event in _events(response):
-            if event is None:
+        async for data in event_data(response):
+            if data == b"[DONE]":
                 reading.done()
                 continue
+            event = _parsed(data)
             if error := event.get("error"):
                 kind = error.get("code") or error.get("type") if isinstance(error, dict) else error
                 raise FailedError(f"an error event in the stream ({kind})", detail=str(error))
@@ -161,15 +162,14 @@ def _add(reading: Reading, event: Any) -> bool:
         raise FailedError("an answer that is not of OpenAI's API", detail=str(error)) from error
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
-    """The events of a stream; None is [DONE]."""
+async def event_data(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of each server-sent event of a stream, which has one line."""
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                content = line[5:].strip()
-                yield None if content == b"[DONE]" else _parsed(content)
+                yield line[5:].strip()
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
