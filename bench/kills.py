@@ -376,6 +376,7 @@ def main(arguments: argparse.Namespace) -> None:
         if tracebacks := log.count("Traceback (most recent call last)"):
             failures.append(f"{tracebacks} tracebacks in the log")
     failures += [f"not served after {each.text}" for each in report.struck if each.served_s is None]
+    failures += [each for each in report.missed if "not served" in each]
     failures += [_told(each, report) for each in report.wrongs if not _is_excused(each, report)]
     reports = {"undisturbed": torture.undisturbed, "with faults": report}
     print(*table(reports), *fault_table(reports, arguments.streams), *findings(reports), sep="\n")
