@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import sys
+from pathlib import Path
 
 BENCHMARKS = (
     "blocks",
@@ -19,7 +20,6 @@ BENCHMARKS = (
     "llama_cpp",
     "neighbours",
     "reservations",
-    "serve_overhead",
     "servers",
     "soak",
     "stages",
@@ -35,6 +35,7 @@ def main() -> None:
     module = importlib.import_module(f"bench.{name}")
     parser = argparse.ArgumentParser(prog=f"python -m bench {name}", description=module.__doc__)
     module.add_arguments(parser)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     module.main(parser.parse_args(flags))
 
 

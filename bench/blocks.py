@@ -9,18 +9,18 @@ affects all of them alike. The model of the moved blocks and of the prefill is l
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.in_process import InProcessEngine
-from bench.kernels import Contestants, Heads, measure
+from bench.kernels import Contestants, Heads, make_decode, measure
 from bench.models import write_model
 from bench.report import Series, write_results
 from kernels import ops
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
-from kernels.reference import ScoreRule
 from quire.load import fixed, take
 from worker_svc.settings import WorkerSettings
 
@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--moved-tokens", type=int, default=1024, help="tokens of the moved sequence; 0: none")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -49,26 +48,15 @@ def main(arguments: argparse.Namespace) -> None:
             series += moves(arguments)
     if arguments.moved_tokens:
         series.append(prefill(arguments))
-    if arguments.out is not None:
-        write_results(arguments.out, "attention and moves by block size", series)
+    write_results(arguments.out, "attention and moves by block size", series)
 
 
 def attention(kernels: CpuKernels, context: int, arguments: argparse.Namespace) -> list[Series]:
     """Milliseconds of one layer's decode by block size."""
     heads = Heads(arguments.heads, arguments.heads, 128)
-    query = torch.randn(arguments.batch, heads.query, heads.size).bfloat16()
-    starts = torch.arange(arguments.batch + 1, dtype=torch.int32)
-    lengths = torch.full((arguments.batch,), context, dtype=torch.int32)
-    rule = ScoreRule(heads.size**-0.5)
 
     def decode(block_size: int) -> Callable[[], object]:
-        num_blocks = -(-context // block_size)
-        pool = torch.empty(2, arguments.batch * num_blocks, heads.kv, block_size, heads.size, dtype=torch.bfloat16)
-        pool.fill_(0.5)
-        tables = torch.randperm(arguments.batch * num_blocks, dtype=torch.int32).view(arguments.batch, num_blocks)
-        return lambda: kernels.paged_attention(
-            query, pool, tables, starts, lengths, scores=rule, max_query_len=1, max_seq_len=context
-        )
+        return partial(make_decode(heads, arguments.batch, context, block_size), kernels)
 
     contestants = {f"blocks of {size}": decode(size) for size in arguments.block_sizes}
     return _series(f"attention, {context} tokens", {**contestants, "contiguous": decode(context)}, arguments.runs)

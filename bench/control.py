@@ -35,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="duration of counting")
     parser.add_argument("--runs", type=int, default=3, help="interleaved runs")
     parser.add_argument("--trace", type=Path, help="write the scheduler's step trace of the last run there")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +77,14 @@ async def _main(arguments: argparse.Namespace) -> None:
             values = tuple(getattr(each, field.name) for each in rates)
             series.append(Series(f"{step_ms:g} ms, {field.name}", _UNITS.get(field.name, "cores"), values))
     print(*series, sep="\n")
-    if arguments.out is not None:
-        write_results(
-            arguments.out,
-            "the control path with a paced worker",
-            series,
-            sequences=arguments.sequences,
-            pace=arguments.pace,
-            front=arguments.front,
-        )
+    write_results(
+        arguments.out,
+        "the control path with a paced worker",
+        series,
+        sequences=arguments.sequences,
+        pace=arguments.pace,
+        front=arguments.front,
+    )
 
 
 async def _measure(arguments: argparse.Namespace, step_ms: float) -> Rates:

@@ -3,16 +3,15 @@
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
-
-from bench.rule_source import key_of
+from bench.report import Series
+from bench.rule_source import constant_tokens, key_of, make_request
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
-from scheduler_svc.core.request import Request, RowSampling
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan, StepResult
+from scheduler_svc.core.step import StepPlan
 
 BOUND_MS = 5.0
 """Maximum time of any one call with 1,024 rows."""
@@ -21,17 +20,10 @@ _BLOCK_SIZE = 16
 _LONG_PROMPT = 120_000
 
 
-@dataclass(frozen=True, slots=True)
-class CallTimes:
-    """Milliseconds of processor time that a call took, over some runs."""
-
-    name: str
-    values: tuple[float, ...]
-
-
-def measure_calls(num_rows: int, num_runs: int) -> list[CallTimes]:
-    """Times each call of CALLS `num_runs` times, on a new scheduler each time."""
-    return [CallTimes(name, tuple(_milliseconds(make(num_rows)) for _ in range(num_runs))) for name, make in CALLS]
+def measure_calls(num_rows: int, num_runs: int) -> Iterator[Series]:
+    """Milliseconds of processor time of each call of CALLS, `num_runs` times, on a new scheduler each time."""
+    for name, make in CALLS:
+        yield Series(f"{num_rows}, {name}", "ms", tuple(_milliseconds(make(num_rows)) for _ in range(num_runs)))
 
 
 Calls = Iterable[Callable[[], object]]
@@ -69,13 +61,7 @@ def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
 
 def _request(index: int, prompt_len: int, num_output_tokens: int = 64, **changes) -> Request:
     # Prompts share nothing.
-    prompt = [index, *[7] * (prompt_len - 1)]
-    sampling = RowSampling(index)
-    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]), **changes)
-
-
-def _answer(plan: StepPlan) -> StepResult:
-    return StepResult(plan.step_id, np.full(len(plan.samples), 7))
+    return make_request(index, [index, *[7] * (prompt_len - 1)], num_output_tokens, **changes)
 
 
 def _plan(scheduler: Scheduler, plans: list[StepPlan]) -> None:
@@ -89,7 +75,7 @@ def _plan(scheduler: Scheduler, plans: list[StepPlan]) -> None:
 def _step(scheduler: Scheduler) -> StepPlan | None:
     plan = scheduler.schedule(0.0)
     if plan is not None:
-        scheduler.apply(_answer(plan), 0.0)
+        scheduler.apply(constant_tokens(plan), 0.0)
     return plan
 
 
@@ -143,7 +129,7 @@ def _pressure_of_tenants(num_rows: int) -> Calls:
     for _ in range(12):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)
-        scheduler.apply(_answer(plans[0]), 0.0)
+        scheduler.apply(constant_tokens(plans[0]), 0.0)
 
 
 def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
@@ -151,7 +137,7 @@ def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
     while len(scheduler.waiting):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)
-        scheduler.apply(_answer(plans[0]), 0.0)
+        scheduler.apply(constant_tokens(plans[0]), 0.0)
 
 
 def _arrival_results(num_rows: int) -> Calls:
@@ -162,7 +148,7 @@ def _arrival_results(num_rows: int) -> Calls:
     while len(scheduler.waiting):
         plans: list[StepPlan] = []
         _plan(scheduler, plans)
-        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
+        yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
 
 
 def _ends(num_rows: int) -> Calls:
@@ -174,7 +160,7 @@ def _ends(num_rows: int) -> Calls:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    yield partial(scheduler.apply, StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
+    yield partial(scheduler.apply, constant_tokens(plan, 2), 0.0)
 
 
 def _after_ends(num_rows: int) -> Calls:
@@ -186,7 +172,7 @@ def _after_ends(num_rows: int) -> Calls:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    scheduler.apply(StepResult(plan.step_id, np.full(len(plan.samples), 2)), 0.0)
+    scheduler.apply(constant_tokens(plan, 2), 0.0)
     yield from _schedules(scheduler)
 
 
@@ -248,7 +234,7 @@ def _prefills_beside_cached(num_rows: int) -> Calls:
     for _ in range(6):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)
-        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
+        yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
 
 
 def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
@@ -257,7 +243,7 @@ def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], obje
     while not any(sequence.num_output_tokens for group in scheduler.groups() for sequence in group.sequences):
         plans: list[StepPlan] = []
         yield partial(_plan, scheduler, plans)
-        yield partial(scheduler.apply, _answer(plans[0]), 0.0)
+        yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
         if not scheduler.num_live:
             return
 

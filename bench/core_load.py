@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 
-import numpy as np
-
-from bench.rule_source import key_of
+from bench.rule_source import make_request
 from quire.load import sharegpt, take
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import Request, RowSampling
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import StepPlan, StepResult
 
 _BLOCK_SIZE, _STEADY_PROMPT, _LONGEST = 16, 20, 1024
 _MEAN_TOKENS = 161 + 338
@@ -50,7 +47,7 @@ def steady_load(num_sequences: int, num_steps: int, *, logprobs: int | None = No
     for index in range(num_sequences):
         # Lengths differ, so that blocks fill up at different steps, as they do in real batches.
         prompt = [1] * (1 + index % _STEADY_PROMPT)
-        scheduler.submit(_request(index, prompt, num_steps, logprobs), 0.0)
+        scheduler.submit(make_request(index, prompt, num_steps, logprobs=logprobs), 0.0)
     return Load(scheduler, iter(()))
 
 
@@ -64,15 +61,5 @@ def turning_load(num_sequences: int, num_requests: int) -> Load:
         max_num_batched_tokens=max(2048, 2 * num_sequences),
         max_model_len=_LONGEST,
     )
-    requests = (_request(each.index, [each.index] * len(each.token_ids), each.output_len or 0) for each in load)
+    requests = (make_request(each.index, [each.index] * len(each.token_ids), each.output_len or 0) for each in load)
     return Load(Scheduler(config), requests)
-
-
-def constant_tokens(plan: StepPlan) -> StepResult:
-    """A result that ends no request."""
-    return StepResult(plan.step_id, np.full(len(plan.samples), 7))
-
-
-def _request(index: int, prompt: list[int], num_output_tokens: int, logprobs: int | None = None) -> Request:
-    sampling = RowSampling(index, logprobs=logprobs)
-    return Request(key_of(index), str(index), prompt, sampling, num_output_tokens, frozenset([2]))

@@ -12,7 +12,6 @@ import os
 import random
 import shlex
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -23,11 +22,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bench.llama_cpp import served
 from bench.peak import Peak
 from bench.report import Series, median_ratio, write_results
 from bench.servers import named_server
-from bench.states import free_ports
+from bench.serving import free_ports, quire_serve, served
 
 _SHAPES = {
     "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
@@ -65,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0, help="of each load, server and round")
     parser.add_argument("--flags", default="--dtype=bfloat16", help="further flags of `quire serve`")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -75,13 +72,12 @@ def main(arguments: argparse.Namespace) -> None:
     if arguments.write_only:
         return
     loads = [Load(tokens, *map(int, each.split("x"))) for tokens, each in product(arguments.tokens, arguments.calls)]
-    http_port, grpc_port = free_ports(2)
-    command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={model}", f"--http-port={http_port}"]
-    command += [f"--grpc-port={grpc_port}", *shlex.split(arguments.flags)]
-    servers = {"quire": f"http://127.0.0.1:{http_port}", **dict(arguments.peer)}
+    (port,) = free_ports(1)
+    command = quire_serve(model, port, *shlex.split(arguments.flags))
+    servers = {"quire": f"http://127.0.0.1:{port}", **dict(arguments.peer)}
     runs: dict[tuple[Load, str], list[Run]] = {each: [] for each in product(loads, servers)}
     peaks: list[float] = []
-    with tempfile.TemporaryDirectory() as made, served(command, str(http_port), arguments.files / "quire.log"):
+    with tempfile.TemporaryDirectory() as made, served(command, port, arguments.files / "quire.log"):
         peak = Peak(Path(made), os.cpu_count() or 1)
         for index in range(arguments.rounds):
             peaks.append(peak.gigaflops())
@@ -101,8 +97,7 @@ def main(arguments: argparse.Namespace) -> None:
         ratios[str(load)] = {name: median_ratio(own, by_name[f"{name}, {load}"]) for name, _ in arguments.peer}
         ratios[str(load)]["floor"] = own.median * _gigaflops_of_text(arguments.shape, load.tokens) / series[0].median
     print(*series, *(f"{load}: {ratio}" for load, ratio in ratios.items()), sep="\n")
-    if arguments.out is not None:
-        write_results(arguments.out, f"embeddings of {arguments.shape}", series, ratio_to=ratios)
+    write_results(arguments.out, f"embeddings of {arguments.shape}", series, ratio_to=ratios)
 
 
 def _gigaflops_of_text(shape: str, tokens: int) -> float:

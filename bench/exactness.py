@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="processor: time that the process takes of processors, for machines with other work; with one thread",
     )
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -86,8 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
                 for streams, ratios, rate in PARTS[part](part, shape, model, arguments):
                     series = Series(f"{part}, {shape}, {streams}", "on / off", tuple(round(each, 4) for each in ratios))
                     print(f"{series}   {rate:.1f}/s", flush=True)
-                    if arguments.out is not None:
-                        add_results(arguments.out, _TITLE, [series], rates={series.name: rate})
+                    add_results(arguments.out, _TITLE, [series], rates={series.name: rate})
                 gc.collect()
 
 
@@ -223,8 +221,7 @@ def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) ->
             }
             changed = {name: float((way(x)[:1] != way(x[:1].clone())).float().mean()) for name, way in ways.items()}
             print(f"{shape}, {layer.name}: share of numbers that depend on the batch: {changed}", flush=True)
-            if arguments.out is not None:
-                add_results(arguments.out, _TITLE, [], changed={f"{shape}, {layer.name}": changed})
+            add_results(arguments.out, _TITLE, [], changed={f"{shape}, {layer.name}": changed})
         for streams in arguments.streams:
             seconds = {"kernels": [0.0] * runs, "oneDNN": [0.0] * runs}
             for layer in products_of(shape):

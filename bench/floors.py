@@ -51,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sampling", nargs="+", choices=_SAMPLING, default=[*_SAMPLING])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=Path, help="directory for models, which otherwise vanish")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -192,8 +191,7 @@ async def _measure(
                 "gigabytes_per_s": best.read / 1e9,
                 "gigaflops_per_s": best.layers / 1e9,
             }
-            if arguments.out is not None:
-                add_results(arguments.out, "shares of the machine's floor", [series], cells={series.name: cell})
+            add_results(arguments.out, "shares of the machine's floor", [series], cells={series.name: cell})
 
 
 def _best(rates: Sequence[Rates]) -> Rates:

@@ -1,9 +1,10 @@
 """Checks the Triton kernels against float64, and measures kernels, decode steps and serving on the GPU of this machine.
 
-Needs torch, Triton and the working tree, not the installed package: `python -m bench.gpu` from the repository's root.
+Needs torch, Triton and the working tree, not the installed package: `python -m bench gpu` from the repository's root.
 Decode steps need what a worker needs, serving needs all services and transformers. A failed import costs only its own
 group. No group begins after `--seconds`. After an error that leaves the device unusable for this process, another
-process continues; `--resume` continues an interrupted run.
+process continues; `--resume` continues an interrupted run. Without `--out` and `--only`, the results go to
+bench/results/gpu.json.
 """
 
 import argparse
@@ -40,7 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", choices=("llama-1b", "llama-8b"), default="llama-1b", help="served model")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time after which no group begins")
     parser.add_argument("--seed", type=int, help="of random inputs; default: from the clock, or from --resume")
-    parser.add_argument("--out", type=Path, help=f"JSON file to write; default: {RESULTS}, or none with --only")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON file whose groups are not run again")
 
 
@@ -245,9 +245,3 @@ def _device_name(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name(0) if device == "cuda" else "interpreted on the CPU"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
-    add_arguments(parser)
-    main(parser.parse_args())

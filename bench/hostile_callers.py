@@ -293,15 +293,16 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _WATCH = b"/grpc.health.v1.Health/Watch"
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A frame of HTTP/2."""
     return len(payload).to_bytes(3) + bytes((kind, flags)) + stream.to_bytes(4) + payload
 
 
-def _headers(stream: int, path: bytes, others: Mapping[bytes, bytes] | None = None) -> bytes:
+def headers(stream: int, path: bytes, others: Mapping[bytes, bytes] | None = None) -> bytes:
     """The headers of a call, whose names and values are below 16 kB in all: literals without Huffman coding."""
     fields = {b":method": b"POST", b":scheme": b"http", b":path": path, b":authority": b"localhost"}
     fields |= {b"content-type": b"application/grpc", b"te": b"trailers", **(others or {})}
-    return _frame(
+    return frame(
         _HEADERS, _END_HEADERS, stream, b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
     )
 
@@ -333,7 +334,7 @@ async def _speak(target: Target, pieces: Iterable[bytes], *, held_s: float) -> s
     reading = asyncio.create_task(read())
     try:
         async with asyncio.timeout(held_s):
-            writer.write(_PREFACE + _frame(_SETTINGS, 0, 0) + _frame(_SETTINGS, 1, 0))
+            writer.write(_PREFACE + frame(_SETTINGS, 0, 0) + frame(_SETTINGS, 1, 0))
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
@@ -353,8 +354,7 @@ async def many_watches(target: Target, rng: random.Random) -> str:
     """Open watches of health, up to a connection's maximum, with 15 kB of metadata each; no key is needed."""
     metadata = {b"x-a": rng.randbytes(7500).hex().encode()}
     pieces = (
-        _headers(stream, _WATCH, metadata) + _frame(_DATA, _END_STREAM, stream, bytes(5))
-        for stream in range(1, 8000, 2)
+        headers(stream, _WATCH, metadata) + frame(_DATA, _END_STREAM, stream, bytes(5)) for stream in range(1, 8000, 2)
     )
     return await _speak(target, pieces, held_s=_HELD_S)
 
@@ -362,13 +362,12 @@ async def many_watches(target: Target, rng: random.Random) -> str:
 async def flood_of_frames(target: Target, rng: random.Random) -> str:
     """Frames of one kind, as fast as the server accepts them: settings, empty data, windows, calls that are reset."""
     frames = {
-        "settings": itertools.repeat(_frame(_SETTINGS, 0, 0) * 1000),
-        "data": itertools.chain([_headers(1, _WATCH)], itertools.repeat(_frame(_DATA, 0, 1) * 1000)),
-        "windows": itertools.repeat(_frame(_WINDOW_UPDATE, 0, 0, (1).to_bytes(4)) * 1000),
-        "continuation": itertools.chain([_frame(_HEADERS, 0, 1)], itertools.repeat(_frame(_CONTINUATION, 0, 1) * 1000)),
+        "settings": itertools.repeat(frame(_SETTINGS, 0, 0) * 1000),
+        "data": itertools.chain([headers(1, _WATCH)], itertools.repeat(frame(_DATA, 0, 1) * 1000)),
+        "windows": itertools.repeat(frame(_WINDOW_UPDATE, 0, 0, (1).to_bytes(4)) * 1000),
+        "continuation": itertools.chain([frame(_HEADERS, 0, 1)], itertools.repeat(frame(_CONTINUATION, 0, 1) * 1000)),
         "resets": (
-            _headers(stream, _WATCH) + _frame(_RST_STREAM, 0, stream, (8).to_bytes(4))
-            for stream in range(1, 1 << 31, 2)
+            headers(stream, _WATCH) + frame(_RST_STREAM, 0, stream, (8).to_bytes(4)) for stream in range(1, 1 << 31, 2)
         ),
     }
     return await _speak(target, frames[rng.choice(sorted(frames))], held_s=_HELD_S / 4)
@@ -377,8 +376,8 @@ async def flood_of_frames(target: Target, rng: random.Random) -> str:
 async def odd_texts_over_grpc(target: Target, rng: random.Random) -> str:
     """Names of methods and metadata that are not UTF-8, which gRPC would log whole."""
     noise = rng.randbytes(5000).replace(b"\0", b"\xff")
-    paths = (_headers(1, b"/" + noise), _headers(1, _WATCH, {b"x-a": noise}))
-    return await _speak(target, [rng.choice(paths) + _frame(_DATA, _END_STREAM, 1, bytes(5))], held_s=1.0)
+    paths = (headers(1, b"/" + noise), headers(1, _WATCH, {b"x-a": noise}))
+    return await _speak(target, [rng.choice(paths) + frame(_DATA, _END_STREAM, 1, bytes(5))], held_s=1.0)
 
 
 Kind = Callable[[Target, random.Random], Awaitable[str]]

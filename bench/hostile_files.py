@@ -110,7 +110,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--memory", type=int, default=1024, help="MiB of address space beyond an idle process")
     parser.add_argument("--seconds", type=float, default=120.0, help="time after which a mutation hangs")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -121,10 +120,9 @@ def main(arguments: argparse.Namespace) -> None:
     for (source, kind), count in sorted(by_source.items()):
         print(f"{source:<20} {kind:<10} {count:>6}")
     print(dict(kinds), f"slowest: {max(outcome.cpu_s for outcome in outcomes):.2f} s of CPU time")
-    if arguments.out is not None:
-        series = [Series("CPU time", "s", (max(outcome.cpu_s for outcome in outcomes),))]
-        counts = {f"{source}, {kind}": count for (source, kind), count in sorted(by_source.items())}
-        write_results(arguments.out, "Mutations of model files", series, outcomes=dict(kinds), by_source=counts)
+    series = [Series("CPU time", "s", (max(outcome.cpu_s for outcome in outcomes),))]
+    counts = {f"{source}, {kind}": count for (source, kind), count in sorted(by_source.items())}
+    write_results(arguments.out, "Mutations of model files", series, outcomes=dict(kinds), by_source=counts)
     if any(outcome.is_failure for outcome in outcomes):
         raise SystemExit(1)
 

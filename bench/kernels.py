@@ -10,7 +10,6 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -56,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--isa", help="instruction set; default: the best of this processor")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -79,9 +77,8 @@ def main(arguments: argparse.Namespace) -> None:
             ]
         if "pointwise" in parts:
             series += _pointwise(kernels, arguments.runs)
-    if arguments.out:
-        facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
-        write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
+    facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
+    write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
 
 
 def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:
@@ -96,7 +93,7 @@ def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Ser
 def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, runs: int) -> list[Series]:
     """Gigabytes a second of keys and values, and of a plain sum."""
     bytes_of_call = batch * context * heads.kv * heads.size * 4
-    calls = [_make_decode(heads, batch, context) for _ in range(max(1, _MEGABYTES * 2**20 // bytes_of_call))]
+    calls = [make_decode(heads, batch, context) for _ in range(max(1, _MEGABYTES * 2**20 // bytes_of_call))]
     numbers = torch.ones(_MEGABYTES * 2**18)
 
     def attend(implementation: Implementation) -> Callable[[], object]:
@@ -114,9 +111,12 @@ def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, run
     return list(rates.values())
 
 
-def _make_decode(heads: Heads, batch: int, context: int) -> Callable[[Implementation], torch.Tensor]:
-    blocks = -(-context // _BLOCK_SIZE)
-    cache = torch.empty(2, batch * blocks, heads.kv, _BLOCK_SIZE, heads.size, dtype=torch.bfloat16).fill_(0.5)
+def make_decode(
+    heads: Heads, batch: int, context: int, block_size: int = _BLOCK_SIZE
+) -> Callable[[Implementation], torch.Tensor]:
+    """A call of attention for the next token of each row, over shuffled blocks."""
+    blocks = -(-context // block_size)
+    cache = torch.empty(2, batch * blocks, heads.kv, block_size, heads.size, dtype=torch.bfloat16).fill_(0.5)
     query = torch.randn(batch, heads.query, heads.size).bfloat16()
     tables = torch.randperm(batch * blocks, dtype=torch.int32).view(batch, blocks)
     starts, lengths = torch.arange(batch + 1, dtype=torch.int32), torch.full((batch,), context, dtype=torch.int32)

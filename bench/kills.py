@@ -1,9 +1,9 @@
-"""Streams of every kind while processes are killed and stopped, links are cut, and requests move, for as long as the
-user wants.
+"""Requests of every kind while processes are killed and stopped, links are cut, and requests move, for as long as the
+user wants: `quire torture` from within.
 
-`quire serve` serves a model; with several replicas two gateways stand before them. Each caller sends the same request
-again and again: `bench/kills_traffic.py` has the kinds, over gRPC and by OpenAI's client. Every few seconds a fault
-happens, or two. Each answer must equal the answer of the same request before the first fault, log probabilities
+`quire serve` serves a model; with several replicas two gateways stand before them. `bench/traffic.py` has the kinds of
+requests, over gRPC and by OpenAI's API, and `quire_torture` sends them and judges the answers. Every few seconds a
+fault happens, or two. Each answer must equal the answer of the same request before the first fault, log probabilities
 included, bit for bit. Each token must come once and in order, and at the end no block may be in use, no process or file
 be left over. Exits with 1 if that does not hold. Only a call that is not durable may fail with a gateway or a link.
 """
@@ -15,25 +15,22 @@ import itertools
 import os
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import torch
 from safetensors.torch import save_file
 
-from bench.kills_processes import Cluster, Held, held_by, scheduler_address, shared_memory, until_none_left
-from bench.kills_traffic import DURABLE_KINDS, KINDS, AnswerError, Caller, Output
+from bench.cluster import Cluster, Held, held_by, scheduler_address, shared_memory, until_none_left
 from bench.report import Series, write_results
-from quire.client import AsyncClient, GenerationOptions, RetryPolicy
+from bench.traffic import DURABLE, KINDS, Gateways, draw, until_served
+from quire.client import AsyncClient, GenerationOptions
 from quire.model_files.adapter_files import CONFIG_FILE, WEIGHTS_FILE
 from quire.model_files.model_directory import ModelDirectory, is_gguf
 from quire.model_files.model_source import resolve_model
@@ -42,71 +39,30 @@ from quire.rpc.errors import QuireError
 from quire.runtime import failpoint
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire.testing.server import write_order
-from quire_torture.client import FailedError
+from quire_torture import traffic as torture_traffic
+from quire_torture.faults import Fault, NothingHappenedError, Place, parse_fault
+from quire_torture.oracle import Verdict
+from quire_torture.report import as_json, fault_table, findings, table
+from quire_torture.run import Plan, Report, Torture, Wrong
+from quire_torture.traffic import draw_calls
 
-_READY_TIMEOUT_S, _FAULT_TIMEOUT_S, _CALL_TIMEOUT_S = 90.0, 240.0, 600.0
+_READY_TIMEOUT_S = 90.0
+_CALL_TIMEOUT_S = 600.0
 _OVERLAP = 0.25
 """The chance that the next fault does not wait until requests succeed again."""
 _LONG_STOP = 0.1
 """The chance that a stop outlasts heartbeats and health checks."""
-_STANDSTILL, _STANDSTILL_S = "the machine stood still", 5.0
 _FAILPOINT_S = 5.0
 """How long a failpoint is armed."""
-_PAUSE_S = 0.1
-"""A shorter time between two events of a stream is no pause."""
 
-
-_NOTHING = "nothing"
-"""The kind of a fault whose process did not run, or did not reach the failpoint."""
-
-
-@dataclass(slots=True)
-class Happened:
-    """One fault."""
-
-    kind: str
-    at: float
-    pauses: dict[int, float] = field(default_factory=dict[int, float])
-    """The longest pause of each caller's streams until the next fault."""
-    excuses: bool = False
-    """Whether a call that is not durable may fail with it."""
-    ended: float = float("inf")
-    """When requests succeeded again."""
-
-
-@dataclass(slots=True)
-class Findings:
-    streams: Counter[str] = field(default_factory=Counter[str])
-    told: Counter[str] = field(default_factory=Counter[str])
-    """Errors that a fault excuses."""
-    failures: Counter[str] = field(default_factory=Counter[str])
-    verdicts: Counter[str] = field(default_factory=Counter[str])
-    faults: list[Happened] = field(default_factory=list[Happened])
-    recovery_s: list[float] = field(default_factory=list[float])
-    served_s: float = 0.0
-    last: dict[int, float] = field(default_factory=dict[int, float])
-
-    def note_token(self, caller: Caller) -> None:
-        """Records that a part of this caller's stream came."""
-        now = time.monotonic()
-        gap = now - max(self.last.get(caller.number, 0.0), caller.began)
-        self.last[caller.number] = now
-        if self.faults and gap >= _PAUSE_S:
-            pauses = self.faults[-1].pauses
-            pauses[caller.number] = max(gap, pauses.get(caller.number, 0.0))
-
-    def fail(self, verdict: str, what: str) -> None:
-        self.verdicts[verdict] += 1
-        self.failures[what] += 1
-        print(f"FAILURE ({verdict}) {what}", flush=True)
-
-
-Fault = Callable[[Cluster, random.Random], Awaitable[None]]
+_ALL_KINDS = (*KINDS, *torture_traffic.KINDS)
+Act = Callable[[Cluster, random.Random], Awaitable[object]]
+"""A fault of a cluster. LookupError if a process that it needs is between its end and its next start."""
 _EXCUSES = ("gateway", "front", "serve", "helper", "clients", "everything", "roll")
 """A call that is not durable may fail with a fault whose name has one of these words."""
 
 
-def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Fault:
+def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Act:
     """Signals one process of each of these kinds, or all processes of a kind that ends with *."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -119,7 +75,7 @@ def _signals(number: signal.Signals, *kinds: str, within_s: float = 0.0) -> Faul
     return happen
 
 
-def _stop(*kinds: str) -> Fault:
+def _stop(*kinds: str) -> Act:
     async def happen(cluster: Cluster, rng: random.Random) -> None:
         pids = [rng.choice(found) for kind in kinds if (found := _pids_of(cluster, kind))]
         if not pids:
@@ -145,7 +101,7 @@ async def _succeed(cluster: Cluster, rng: random.Random) -> None:
         if rng.random() < 0.5:
             for link in cluster.links["scheduler"]:
                 link.reset()
-        await _wait_served(cluster)
+        await _until_served(cluster)
         await asyncio.sleep(rng.uniform(0, 1))
         with contextlib.suppress(ProcessLookupError):  # another fault may have ended or continued it
             old.send_signal(signal.SIGCONT)
@@ -156,7 +112,7 @@ async def _succeed(cluster: Cluster, rng: random.Random) -> None:
         await old.wait()
 
 
-def _kill_at(name: str, provoke: Fault | None = None) -> Fault:
+def _kill_at(name: str, provoke: Act | None = None) -> Act:
     """Kills the process that passes this failpoint; `provoke` leads to it."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -193,16 +149,17 @@ def _send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _cut(to: str) -> Fault:
+def _on_link(word: str, to: str) -> Act:
+    """A fault of `quire torture` on a link that leads there."""
+    fault = parse_fault(word)
+
     async def happen(cluster: Cluster, rng: random.Random) -> None:
-        links = cluster.links[to]
-        for link in rng.sample(links, rng.randint(1, len(links))):
-            link.reset()
+        await fault.happen(Place(0, rng.choice(cluster.links[to]), lambda: False), rng)
 
     return happen
 
 
-def _hold(to: str) -> Fault:
+def _hold(to: str) -> Act:
     """A half-open link: bytes vanish in it, and at its end the connections may be reset."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -216,17 +173,7 @@ def _hold(to: str) -> Fault:
     return happen
 
 
-def _delay(to: str) -> Fault:
-    async def happen(cluster: Cluster, rng: random.Random) -> None:
-        link = rng.choice(cluster.links[to])
-        link.delay_s = rng.uniform(0.02, 0.5)
-        await asyncio.sleep(rng.uniform(1, 5))
-        link.let_pass()
-
-    return happen
-
-
-def _drain(*, then: Fault | None = None, all_at_once: bool = False) -> Fault:
+def _drain(*, then: Act | None = None, all_at_once: bool = False) -> Act:
     """Replicas are drained, and take requests again when their schedulers have restarted; `then` happens soon after
     the drain begins."""
 
@@ -264,7 +211,7 @@ async def _roll(cluster: Cluster, rng: random.Random) -> None:
             if pid := cluster.pids().get(f"{name}-{number}"):
                 _send(pid, signal.SIGTERM)
                 await asyncio.sleep(rng.uniform(0.1, 2))
-        await _wait_served(cluster)
+        await _until_served(cluster)
 
 
 async def _sleep(cluster: Cluster, rng: random.Random) -> None:
@@ -283,7 +230,7 @@ async def _sleep(cluster: Cluster, rng: random.Random) -> None:
                     await asyncio.sleep(0.2)
 
 
-def _load_adapter(directory: Path) -> Fault:
+def _load_adapter(directory: Path) -> Act:
     """Loads an adapter, uses it and unloads it."""
     numbers = itertools.count()
 
@@ -300,31 +247,17 @@ def _load_adapter(directory: Path) -> Fault:
     return happen
 
 
-def _fill(disk: Path) -> Fault:
+def _fill(disk: Path) -> Act:
     """Fills the blocks' file system, which should be small and separate, for a while."""
-
-    async def happen(cluster: Cluster, rng: random.Random) -> None:
-        filler = disk / "filler"
-        try:
-            _write_all(filler)
-            await asyncio.sleep(rng.uniform(0.5, 4))
-        finally:
-            filler.unlink(missing_ok=True)
-
-    return happen
-
-
-def _write_all(filler: Path) -> None:
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(1 << 20)):
-            pass
+    fault = parse_fault(f"fill {disk}")
+    return lambda cluster, rng: fault.happen(Place(0, cluster.http[0], lambda: False), rng)
 
 
 def _files_of_blocks(disk: Path) -> list[Path]:
     return [*disk.glob("*/blocks*.kv")]
 
 
-def _damage(disk: Path) -> Fault:
+def _damage(disk: Path) -> Act:
     """Flips bits in files of blocks."""
 
     async def happen(cluster: Cluster, rng: random.Random) -> None:
@@ -340,13 +273,13 @@ def _damage(disk: Path) -> Fault:
     return happen
 
 
-def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fault]:
+def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Act]:
     """Faults that can happen with these flags, by name."""
     kill, term = signal.SIGKILL, signal.SIGTERM
     several, apart = arguments.replicas > 1, arguments.apart
     front = "front" if several or apart else "gateway"
     services, serve = ["worker", "scheduler", front], [] if apart else ["serve"]
-    faults: dict[str, Fault] = {f"kill {kind}": _signals(kill, kind) for kind in [*services, *serve, "helper"]}
+    faults: dict[str, Act] = {f"kill {kind}": _signals(kill, kind) for kind in [*services, *serve, "helper"]}
     faults |= {f"end {kind}": _signals(term, kind) for kind in [*services, *serve]}
     faults |= {f"stop {kind}": _stop(kind) for kind in [*services, "helper"]}
     faults |= {
@@ -366,7 +299,8 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
     }
     led_to = {"clients"} | ({"scheduler"} if several or apart else set()) | ({"worker", "transfer"} if apart else set())
     for to in sorted(led_to - (set() if several else {"transfer"})):
-        faults |= {f"cut to {to}": _cut(to), f"hold to {to}": _hold(to), f"delay to {to}": _delay(to)}
+        faults |= {f"{word} to {to}": _on_link(word, to) for word in ("cut", "delay", "slow")}
+        faults[f"hold to {to}"] = _hold(to)
     if apart:
         faults["succeed a stopped scheduler"] = _succeed
     faults |= {
@@ -374,10 +308,10 @@ def _faults(arguments: argparse.Namespace, adapter: Path | None) -> dict[str, Fa
         "drain, kill worker": _drain(then=_signals(kill, "worker")),
         "drain, kill scheduler": _drain(then=_signals(kill, "scheduler")),
         "drain, kill gateway": _drain(then=_signals(kill, front)),
-        "drain, cut to clients": _drain(then=_cut("clients")),
+        "drain, cut to clients": _drain(then=_on_link("cut", "clients")),
     }
     if several:
-        faults |= {f"drain, cut to {to}": _drain(then=_cut(to)) for to in sorted(led_to - {"clients"})}
+        faults |= {f"drain, cut to {to}": _drain(then=_on_link("cut", to)) for to in sorted(led_to - {"clients"})}
         faults |= {"drain all": _drain(all_at_once=True), "drain, hold to scheduler": _drain(then=_hold("scheduler"))}
     leading = {
         "worker.load.begun": "kill worker",
@@ -415,7 +349,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--blocks", type=int, default=512, help="blocks of each pool")
     parser.add_argument("--streams", type=int, default=24, help="callers at once")
-    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], help="kinds of callers; all that apply if absent")
+    parser.add_argument("--kinds", nargs="+", choices=[*_ALL_KINDS], help="kinds of requests; all that apply if absent")
     parser.add_argument("--interval", type=float, default=2.0, help="maximum seconds of service between two faults")
     parser.add_argument("--at-once", type=int, default=1, help="number of independent faults at once")
     parser.add_argument("--faults", nargs="+", help="names of faults; all that apply if absent")
@@ -427,106 +361,133 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="write the output of the processes")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
     shared = shared_memory()
     with tempfile.TemporaryDirectory(prefix="kills-") as directory:
-        findings, held = asyncio.run(_run(arguments, Path(directory)))
-        for left in until_none_left(Path(directory)):
-            findings.fail("leak", left)
+        torture, report, failures = asyncio.run(_run(arguments, Path(directory)))
+        failures += [f"leak: {left}" for left in until_none_left(Path(directory))]
         if left := shared_memory() - shared:
-            findings.told[f"shared memory of this or another program: {sorted(left)}"] += 1
+            print(f"shared memory of this or another program: {sorted(left)}")
         log = (Path(directory) / "log").read_text(errors="replace")
         if arguments.log is not None:
             arguments.log.write_text(log)
         if tracebacks := log.count("Traceback (most recent call last)"):
-            findings.fail("traceback", f"{tracebacks} tracebacks in the log")
-    findings.faults = [each for each in findings.faults if each.kind != _NOTHING]
-    kinds = Counter(each.kind for each in findings.faults)
-    pauses: dict[str, list[float]] = defaultdict(list[float])
-    for each in findings.faults:
-        pauses[each.kind] += each.pauses.values()
-    print(f"{'faults':>6} {'pauses p50':>10} {'p99':>7}")
-    figures = {kind: _percentiles(pauses[kind]) for kind in sorted(kinds)}
-    for kind, (p50, p99) in figures.items():
-        print(f"{kinds[kind]:>6} {p50:>8.1f} s {p99:>5.1f} s {kind}")
-    if findings.recovery_s:
-        print(
-            f"served again after {statistics.median(findings.recovery_s):.1f} s, {max(findings.recovery_s):.1f} at most"
-        )
-    print(f"{sum(findings.streams.values())} answers as before the first fault:", dict(findings.streams))
-    print(f"verdicts: {dict(findings.verdicts)}; {len(findings.faults)} faults")
-    for text, counted in (("told", findings.told), ("FAILED", findings.failures)):
-        for what, count in counted.most_common():
-            print(f"{count:>5} x {text}: {what}")
-    for line in held:
-        print(line)
-    if arguments.out is not None:
-        series = [Series("served again after a fault", "s", tuple(findings.recovery_s))]
-        facts = {
-            "faults": kinds,
-            "pauses_s": {kind: {"p50": p50, "p99": p99} for kind, (p50, p99) in figures.items()},
-            "answers": findings.streams,
-            "verdicts": {each: findings.verdicts[each] for each in ("lost", "changed", "doubled", "hung", "error")},
-            "errors_of_faults": findings.told,
-            "failures": findings.failures,
-            "held": held,
-        }
-        write_results(arguments.out, "streams through kills, stops, cuts and moves", series, **facts)
-    if findings.failures:
+            failures.append(f"{tracebacks} tracebacks in the log")
+    failures += [f"not served after {each.text}" for each in report.struck if each.served_s is None]
+    failures += [each for each in report.missed if "not served" in each]
+    failures += [_told(each, report) for each in report.wrongs if not _is_excused(each, report)]
+    reports = {"undisturbed": torture.undisturbed, "with faults": report}
+    print(*table(reports), *fault_table(reports, arguments.streams), *findings(reports), sep="\n")
+    print(*(f"FAILED: {each}" for each in failures), sep="\n")
+    served_s = tuple(each.served_s for each in report.struck if each.served_s is not None)
+    series = [Series("served again after a fault", "s", served_s)] if served_s else []
+    calls = Counter(step.question.kind for step in report.steps if isinstance(step, torture_traffic.Call))
+    facts = {**as_json(torture.plan, reports, {}), "calls": calls, "failures": failures}
+    write_results(arguments.out, "streams through kills, stops, cuts and moves", series, **facts)
+    if failures:
         sys.exit(1)
 
 
-def _percentiles(values: Sequence[float]) -> tuple[float, float]:
-    ordered = sorted(values) or [0.0]
-    return statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.99 * len(ordered)))]
+def _is_excused(wrong: Wrong, report: Report) -> bool:
+    """Whether a call failed that may fail, with a fault that it may fail with."""
+    kind = wrong.call.question.kind
+    if wrong.finding.verdict is not Verdict.ERROR or kind in DURABLE:
+        return False
+    return any(
+        (kind == "durable pinned" or any(word in each.text for word in _EXCUSES))
+        and (each.served_s is None or each.acted + each.served_s >= wrong.began - 5)
+        for each in report.struck
+    )
 
 
-async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Findings, list[str]]:
-    findings, rng = Findings(), random.Random(arguments.seed)
+def _told(wrong: Wrong, report: Report) -> str:
+    """A defect, with the faults around its call."""
+    near = (each for each in report.struck if abs(each.at - wrong.began) < _READY_TIMEOUT_S)
+    faults = ", ".join(f"{each.text} at {each.at - wrong.began:.1f}" for each in near)
+    return f"{wrong.finding.verdict}: {wrong.call.question.kind}: {wrong.finding.detail} [{faults}]"
+
+
+async def _run(arguments: argparse.Namespace, directory: Path) -> tuple[Torture, Report, list[str]]:
     serve, gateway, adapter = _flags(arguments, directory)
+    roles = arguments.roles or ["both"] * arguments.replicas
+    kinds = arguments.kinds or [each for each in _ALL_KINDS if arguments.adapters or "adapter" not in each]
+    plan = Plan("", arguments.seed, arguments.streams, max_s=arguments.seconds, hung_s=arguments.bound)
+    apart = arguments.ranks if arguments.apart else 0
+    async with Cluster.started(directory, serve, gateway, roles, apart=apart) as cluster:
+        faults = _chosen_faults(arguments, adapter, cluster)
+        grpc, http = [[link.address for link in links] for links in (cluster.grpc, cluster.http)]
+        async with Gateways.connected(grpc, http) as gateways:
+            questions = draw(arguments.seed, max(arguments.streams, len(kinds)), kinds)
+            torture = Torture(plan, Place(0, cluster.http[0], lambda: False), gateways, print, questions)
+            async with torture.prepared():
+                if unstable := [each.kind for each in questions if torture.oracle.expected[each.number] is None]:
+                    raise SystemExit(f"two answers without a fault: {unstable}")
+                before = _held(cluster)
+                report, rng = Report(), random.Random(arguments.seed)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(torture.run(draw_calls(plan.seed, questions, plan.limits), report=report))
+                    for _ in range(arguments.at_once):
+                        own = random.Random(rng.random())
+                        group.create_task(_let_faults_happen(torture, report, faults, own, arguments))
+        try:
+            await _until_served(cluster)
+        except LookupError as error:
+            return torture, report, [str(error)]
+        return torture, report, await _leaks(cluster, before)
+
+
+async def _leaks(cluster: Cluster, before: dict[str, Held]) -> list[str]:
+    leaks = [
+        f"leak: {blocks} blocks of a replica are in use at the end"
+        for replica in cluster.replicas
+        if (blocks := await _blocks_in_use(scheduler_address(replica)))
+    ]
+    for name, after in sorted(_held(cluster).items()):
+        print(line := f"{name}: {before.get(name)} before, {after} after")
+        if name in before and after.too_much(before[name]):
+            leaks.append(f"leak: {line}")
+    return leaks
+
+
+def _chosen_faults(arguments: argparse.Namespace, adapter: Path | None, cluster: Cluster) -> list[Fault]:
     faults = _faults(arguments, adapter)
     if unknown := set(arguments.faults or ()) - set(faults):
         raise SystemExit(f"unknown faults {sorted(unknown)}; there are {sorted(faults)}")
-    chosen = arguments.faults or list(faults)
-    roles = arguments.roles or ["both"] * arguments.replicas
-    held: list[str] = []
-    apart = arguments.ranks if arguments.apart else 0
-    async with Cluster.started(directory, serve, gateway, roles, apart=apart) as cluster:
-        await _wait_served(cluster)
-        async with contextlib.AsyncExitStack() as stack:
-            callers = [
-                await _caller(stack, cluster, number, arguments, findings) for number in range(arguments.streams)
-            ]
-            expected = await asyncio.gather(*(_undisturbed(each) for each in callers))
-            before = _held(cluster)
-            ends_at = time.monotonic() + arguments.seconds
-            watching = asyncio.create_task(_watch(findings))
-            stack.callback(watching.cancel)
-            async with asyncio.TaskGroup() as group:
-                for caller, output in zip(callers, expected, strict=True):
-                    group.create_task(_call_until(ends_at, caller, output, findings, arguments.bound))
-                for _ in range(arguments.at_once):
-                    these = {name: faults[name] for name in chosen}
-                    own = random.Random(rng.random())
-                    group.create_task(_let_faults_happen(ends_at, cluster, these, own, findings, arguments))
-        try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
-                await _wait_served(cluster)
-        except TimeoutError:
-            findings.fail("hung", f"not served {_READY_TIMEOUT_S:.0f} s after the last fault")
-            return findings, held
-        for replica in cluster.replicas:
-            if blocks := await _blocks_in_use(scheduler_address(replica)):
-                findings.fail("leak", f"{blocks} blocks of a replica are in use at the end")
-        after = _held(cluster)
-        for name in sorted(after):
-            held.append(f"{name}: {before.get(name)} before, {after[name]} after")
-            if name in before and after[name].too_much(before[name]):
-                findings.fail("leak", held[-1])
-    return findings, held
+
+    def fault(name: str) -> Fault:
+        async def happen(place: Place, rng: random.Random) -> str:
+            try:
+                await faults[name](cluster, rng)
+            except LookupError as error:
+                raise NothingHappenedError(str(error)) from error
+            return "it is done"
+
+        return Fault(name, happen)
+
+    return [fault(name) for name in arguments.faults or faults]
+
+
+async def _let_faults_happen(
+    torture: Torture, report: Report, faults: Sequence[Fault], rng: random.Random, arguments: argparse.Namespace
+) -> None:
+    ends_at = time.monotonic() + arguments.seconds
+    async with asyncio.TaskGroup() as group:
+        while time.monotonic() < ends_at:
+            await asyncio.sleep(rng.uniform(0.1, arguments.interval))
+            striking = group.create_task(torture.strike(rng.choice(faults), report, rng))
+            if rng.random() >= _OVERLAP:
+                await striking
+
+
+async def _until_served(cluster: Cluster) -> None:
+    """Waits until a request succeeds through each gateway; LookupError if none does."""
+    try:
+        async with asyncio.timeout(_READY_TIMEOUT_S):
+            await until_served(link.address for link in cluster.grpc)
+    except TimeoutError:
+        raise LookupError(f"not served within {_READY_TIMEOUT_S:.0f} s") from None
 
 
 def _flags(arguments: argparse.Namespace, directory: Path) -> tuple[list[str], list[str], Path | None]:
@@ -579,165 +540,6 @@ def _write_adapter(directory: Path, model: str | None, seed: int) -> Path:
         '{"peft_type": "LORA", "r": 8, "lora_alpha": 8, "bias": "none", "target_modules": ["q_proj"]}'
     )
     return directory
-
-
-async def _caller(
-    stack: contextlib.AsyncExitStack, cluster: Cluster, number: int, arguments: argparse.Namespace, findings: Findings
-) -> Caller:
-    kinds = arguments.kinds or [each for each in KINDS if arguments.adapters or not each.startswith("adapter")]
-    addresses = [link.address for link in cluster.grpc]
-    # On a busy machine all processes may start later than the 30 s for which clients and gateways wait by default.
-    client = await stack.enter_async_context(
-        AsyncClient(
-            addresses[number % len(addresses) :] + addresses[: number % len(addresses)],
-            retry=RetryPolicy(resume_for_s=_CALL_TIMEOUT_S),
-        )
-    )
-    base_url = f"http://{cluster.http[number % len(cluster.http)].address}"
-    plain = await stack.enter_async_context(httpx.AsyncClient(timeout=_CALL_TIMEOUT_S))
-    http = openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="-", max_retries=0, timeout=_CALL_TIMEOUT_S)
-    await stack.enter_async_context(http)
-    name = (await client.list_models())[0].name
-    kind = kinds[(number + arguments.seed) % len(kinds)]
-    return Caller(number, kind, client, http, plain, base_url, name, findings.note_token)
-
-
-async def _undisturbed(caller: Caller) -> Output:
-    """The caller's output without a fault. RuntimeError if two calls differ."""
-    first, second = await caller.call(), await caller.call()
-    if first != second:
-        raise RuntimeError(f"{caller.kind} says something else the second time without a fault: {first} {second}")
-    return first
-
-
-async def _watch(findings: Findings) -> None:
-    """Counts the seconds of service, and records standstills of this machine, which virtual ones have now and then: all
-    timeouts are over then."""
-    while True:
-        began = time.monotonic()
-        await asyncio.sleep(1)
-        findings.served_s += all(each.ended < began for each in findings.faults)
-        if (still_s := time.monotonic() - began - 1) > _STANDSTILL_S:
-            findings.faults.append(Happened(_STANDSTILL, began, excuses=True, ended=time.monotonic()))
-            print(f"{_STANDSTILL} for {still_s:.0f} s", flush=True)
-
-
-async def _let_faults_happen(
-    ends_at: float,
-    cluster: Cluster,
-    faults: dict[str, Fault],
-    rng: random.Random,
-    findings: Findings,
-    arguments: argparse.Namespace,
-) -> None:
-    begun: list[Happened] = []
-    while time.monotonic() < ends_at:
-        await asyncio.sleep(rng.uniform(0.1, arguments.interval))
-        name = rng.choice(list(faults))
-        happened = Happened(name, time.monotonic(), excuses=any(each in name for each in _EXCUSES))
-        findings.faults.append(happened)
-        begun.append(happened)
-        try:
-            async with asyncio.timeout(_FAULT_TIMEOUT_S):
-                await faults[name](cluster, rng)
-        except LookupError:  # a process that it needs is between its end and its next start
-            happened.kind = _NOTHING
-        except TimeoutError:
-            findings.fail("hung", f"not over after {_FAULT_TIMEOUT_S:.0f} s: {name}")
-        acted = time.monotonic()
-        if rng.random() < _OVERLAP:
-            continue
-        try:
-            async with asyncio.timeout(_READY_TIMEOUT_S):
-                await _wait_served(cluster)
-        except TimeoutError:
-            if any(each.kind == _STANDSTILL and each.ended >= acted for each in findings.faults):
-                continue
-            findings.fail("hung", f"not served {_READY_TIMEOUT_S:.0f} s after: {name}")
-            return
-        served = time.monotonic()
-        findings.recovery_s.append(served - acted)
-        for each in begun:
-            each.ended = min(each.ended, served)
-
-
-async def _wait_served(cluster: Cluster) -> None:
-    """Waits until a request succeeds through each gateway."""
-    for link in cluster.grpc:
-        while True:
-            try:
-                async with AsyncClient(link.address) as client:
-                    await client.generate("a", GenerationOptions(max_tokens=1), timeout_s=20)
-                break
-            except QuireError:
-                await asyncio.sleep(0.05)
-
-
-async def _call_until(ends_at: float, caller: Caller, expected: Output, findings: Findings, bound_s: float) -> None:
-    while time.monotonic() < ends_at:
-        began = time.monotonic()
-        try:
-            output = await _within(caller.call(), findings, bound_s)
-        except (AnswerError, FailedError, QuireError, openai.OpenAIError, TimeoutError) as error:
-            # By then a standstill of the machine is known.
-            await asyncio.sleep(2)
-            _judge(error, caller, began, findings)
-            continue
-        if output == expected:
-            findings.streams[caller.kind] += 1
-        else:
-            findings.fail("changed", f"{caller.kind}: {_difference(expected, output)} {_story(findings, began)}")
-
-
-async def _within(call: Coroutine[Any, Any, Output], findings: Findings, bound_s: float) -> Output:
-    """Raises TimeoutError once requests could have succeeded for `--bound` seconds."""
-    task, began_s = asyncio.create_task(call), findings.served_s
-    try:
-        while not (await asyncio.wait([task], timeout=1.0))[0]:
-            if findings.served_s - began_s > bound_s:
-                raise TimeoutError
-        return task.result()
-    finally:
-        task.cancel()
-
-
-def _judge(error: Exception, caller: Caller, began: float, findings: Findings) -> None:
-    what = f"{caller.kind}: {type(error).__name__} {' '.join(str(error).split())[:200]}"
-    with_fault = any((each.excuses or caller.kind == "pinned") and each.ended >= began - 5 for each in findings.faults)
-    if any(each.kind == _STANDSTILL and each.ended >= began for each in findings.faults):
-        findings.told[f"{_STANDSTILL}: {type(error).__name__}"] += 1
-    elif isinstance(error, TimeoutError):
-        findings.fail("hung", f"{what} {_story(findings, began)}")
-    elif isinstance(error, AnswerError):
-        is_told = caller.kind not in DURABLE_KINDS and with_fault and str(error).startswith("lost")
-        if is_told:
-            findings.told[what] += 1
-        else:
-            findings.fail(str(error).partition(":")[0], f"{what} {_story(findings, began)}")
-    elif with_fault and caller.kind in _FRAGILE:
-        findings.told[what] += 1
-    else:
-        findings.fail("error", f"{what} {_story(findings, began)}")
-
-
-_FRAGILE = (frozenset(KINDS) - DURABLE_KINDS) | {"background", "batch", "pinned"}
-"""Kinds with a call that may fail with its gateway: it is not durable, or creates something with an unknown id."""
-
-
-def _story(findings: Findings, began: float) -> str:
-    """The faults while a call ran."""
-    now = time.monotonic()
-    return (
-        f"[{now - began:.1f} s; "
-        + ", ".join(f"{each.kind} at {each.at - began:.1f}" for each in findings.faults if each.ended >= began - 5)
-        + "]"
-    )
-
-
-def _difference(expected: Output, output: Output) -> str:
-    ours, theirs = repr(expected), repr(output)
-    at = next((at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return f"...{ours[max(0, at - 60) : at + 60]!r} became {theirs[max(0, at - 60) : at + 60]!r}"
 
 
 def _held(cluster: Cluster) -> dict[str, Held]:

@@ -9,13 +9,11 @@ import argparse
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 from bench import servers
+from bench.serving import model_of, quire_serve, served
 
 _LOADS = {
     "1 stream": "--prompt-len 100 --output-len 64 --max-concurrency 1 --num-requests 3",
@@ -23,7 +21,6 @@ _LOADS = {
     "prompts": "--prompt-len 800 --output-len 1 --max-concurrency 1 --num-requests 4",
 }
 _FLAGS_OF_ALL_LOADS = "--dataset fixed --vocab-size 8000 --max-model-len 1024 --warm-up-requests 1"
-_START_TIMEOUT_S, _STOP_TIMEOUT_S = 300, 30
 _CONVERT = """
 import runpy, sys
 sources, *sys.argv[1:] = sys.argv[1:]
@@ -48,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ports", default="8201,8202", help="ports of Quire and llama.cpp")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each load at each server, in turn")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first load, as in `bench servers`")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -57,31 +53,26 @@ def main(arguments: argparse.Namespace) -> None:
     file = files / f"{arguments.shape}-{arguments.format}.gguf"
     if not file.exists():
         _write_file(arguments.shape, arguments.format, file, arguments.sources, arguments.programs)
-    ports: list[str] = arguments.ports.split(",")
-    quire = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={file}", f"--http-port={ports[0]}"]
-    quire += ["--grpc-port=0", "--max-num-seqs=32", "--max-model-len=1024", "--speculate=off"]
-    quire += [f"--num-threads={arguments.threads}", *arguments.quire_flags.split()]
-    llama = [f"{arguments.programs}/llama-server", "--model", str(file), "--port", ports[1], "--ctx-size", "32768"]
+    ports = [int(each) for each in arguments.ports.split(",")]
+    flags = ["--max-num-seqs=32", "--max-model-len=1024", "--speculate=off", f"--num-threads={arguments.threads}"]
+    quire = quire_serve(file, ports[0], *flags, *arguments.quire_flags.split())
+    llama = [f"{arguments.programs}/llama-server", "--model", str(file), "--port", str(ports[1])]
+    llama += ["--ctx-size", "32768"]
     llama += ["--threads", str(arguments.threads), "--parallel", "32", "--no-webui", "--cache-ram", "0"]
     with ExitStack() as stack:
         reports = files / f"reports-{time.time_ns()}"
         stack.enter_context(served(quire, ports[0], files / "quire.log"))
         stack.enter_context(served(llama, ports[1], files / "llama.log"))
-        parser = argparse.ArgumentParser()
-        servers.add_arguments(parser)
-        flags = [f"quire=http://127.0.0.1:{ports[0]}", f"llama.cpp=http://127.0.0.1:{ports[1]}"]
-        flags += [f"--load={name}={load} {_FLAGS_OF_ALL_LOADS}" for name, load in _LOADS.items()]
-        flags += [f"--rounds={arguments.rounds}", f"--seed={arguments.seed}", f"--reports={reports}"]
-        servers.main(parser.parse_args(flags if arguments.out is None else [*flags, f"--out={arguments.out}"]))
+        loads = [servers.NamedLoad(name, f"{load} {_FLAGS_OF_ALL_LOADS}") for name, load in _LOADS.items()]
+        urls = [(name, f"http://127.0.0.1:{port}") for name, port in zip(("quire", "llama.cpp"), ports, strict=True)]
+        servers.main(argparse.Namespace(**vars(arguments) | {"servers": urls, "load": loads, "reports": reports}))
 
 
 def _write_file(shape: str, form: str, file: Path, sources: Path, programs: Path) -> None:
     """Writes the model, converts it and rounds it, each by the program that its users have."""
-    # Imports torch, whose memory the measurement must not have.
-    make = f"from bench.models import *; write_model({shape!r}, Path(sys.argv[1]), whole_vocabulary=True)"
-    model, converted = file.with_name(shape), file.with_name(f"{shape}-BF16.gguf")
+    converted = file.with_name(f"{shape}-BF16.gguf")
     if not converted.exists():
-        _run(sys.executable, "-c", f"import sys; {make}", str(model))
+        model = model_of(shape, file.parent, whole_vocabulary=True)
         _run(sys.executable, "-c", _CONVERT, str(sources), str(model), "--outfile", str(converted), "--outtype", "bf16")
     if file != converted:
         _run(f"{programs}/llama-quantize", str(converted), str(file), form, "2")
@@ -89,28 +80,3 @@ def _write_file(shape: str, form: str, file: Path, sources: Path, programs: Path
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True)
-
-
-@contextmanager
-def served(command: Sequence[str], port: str, log: Path) -> Iterator[int]:
-    """A server that is ready, until the end; yields its process id. SystemExit if it does not become ready."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        deadline = time.monotonic() + _START_TIMEOUT_S
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{command[0]} did not become ready, see {log}")
-            time.sleep(0.5)
-        yield process.pid
-    finally:
-        process.terminate()
-        process.wait(_STOP_TIMEOUT_S)
-
-
-def _is_ready(port: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (OSError, urllib.error.URLError):
-        return False

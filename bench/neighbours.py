@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
-from bench.llama_cpp import served
 from bench.report import Series, median_ratio, write_results
 from bench.servers import run_load
-from bench.states import ask, free_ports
+from bench.serving import free_ports, model_of, quire_serve, served
+from bench.states import ask
 from quire.load import Report
 
 _SHAPE = "llama-160m"
@@ -54,7 +54,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flags", default="--speculate=off --kv-cache-memory=1GiB", help="further flags of `quire serve`"
     )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -62,17 +61,13 @@ def main(arguments: argparse.Namespace) -> None:
         files = arguments.files = arguments.files or Path(made)
         arguments.reports = arguments.reports or Path(made)
         arguments.reports.mkdir(parents=True, exist_ok=True)
-        if not (files / _SHAPE).exists():
-            # Imports torch, whose memory the measurement must not have.
-            make = f"from bench.models import *; write_model({_SHAPE!r}, Path({str(files / _SHAPE)!r}))"
-            subprocess.run([sys.executable, "-c", make], check=True)
+        model_of(_SHAPE, files)
         series, missed = list[Series](), list[str]()
         if "busy" in arguments.parts:
             _with_a_busy_process(arguments, series, missed)
         if "limit" in arguments.parts:
             _within_a_limit(arguments, series, missed)
-    if arguments.out is not None:
-        write_results(arguments.out, "with neighbours", series, missed=missed)
+    write_results(arguments.out, "with neighbours", series, missed=missed)
     if missed:
         raise SystemExit("\n".join(missed))
 
@@ -148,11 +143,10 @@ def _load(arguments: argparse.Namespace, url: str, name: str, streams: int, kind
 def _serve(arguments: argparse.Namespace, name: str, root: Path, group: Path | None = None) -> Iterator[str]:
     """A server of a checkout, in a control group if there is one."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={arguments.files / _SHAPE}"]
-    command += [f"--http-port={port}", "--grpc-port=0", "--max-num-seqs=64", *arguments.flags.split()]
+    command = quire_serve(arguments.files / _SHAPE, port, "--max-num-seqs=64", *arguments.flags.split())
     enter = "" if group is None else f"echo $$ > {group}/cgroup.procs; "
     shell = ["sh", "-c", f'{enter}cd "$0" && exec "$@"', str(root), *command]
-    with served(shell, str(port), arguments.files / f"{name}.log"):
+    with served(shell, port, arguments.files / f"{name}.log"):
         ask(url := f"http://127.0.0.1:{port}", [5] * 20, 1)
         yield url
 

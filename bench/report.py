@@ -40,8 +40,11 @@ def median_ratio(a: Series, b: Series) -> float:
     return statistics.median(x / y for x, y in zip(a.values, b.values, strict=True))
 
 
-def write_results(path: Path, title: str, series: Sequence[Series], **facts: object) -> None:
-    """Writes a JSON file: the figures, the command, the commit, the machine with its load, and the versions."""
+def write_results(path: Path | None, title: str, series: Sequence[Series], **facts: object) -> None:
+    """Writes a JSON file: the figures, the command, the commit, the machine with its load, and the versions. Without a
+    path it does nothing."""
+    if path is None:
+        return
     versions = _versions()
     result = {
         "title": title,
@@ -63,9 +66,11 @@ def write_results(path: Path, title: str, series: Sequence[Series], **facts: obj
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def add_results(path: Path, title: str, series: Sequence[Series], **facts: Mapping[str, object]) -> None:
+def add_results(path: Path | None, title: str, series: Sequence[Series], **facts: Mapping[str, object]) -> None:
     """As `write_results`, for a file that several runs fill: figures and entries of facts that have other names stay,
     and `runs` has the date, command and commit of each run."""
+    if path is None:
+        return
     earlier = json.loads(path.read_text()) if path.exists() else {}
     names = {each.name for each in series}
     write_results(path, title, series, **{name: {**earlier.get(name, {}), **fact} for name, fact in facts.items()})

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--longest", type=int, default=512, help="maximum tokens of a sequence")
     parser.add_argument("--runs", type=int, default=1, help="interleaved runs of each system")
     parser.add_argument("--num-threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -74,9 +73,8 @@ def main(arguments: argparse.Namespace) -> None:
         ]
     for each in series:
         print(each)
-    if arguments.out is not None:
-        facts = {"residual": str(costs.residual), "slots": engine.config.num_blocks * _BLOCK_SIZE}
-        write_results(arguments.out, "reservations on a real worker", series, **facts)
+    facts = {"residual": str(costs.residual), "slots": engine.config.num_blocks * _BLOCK_SIZE}
+    write_results(arguments.out, "reservations on a real worker", series, **facts)
 
 
 def draw(num_requests: int, longest: int) -> list[LoadRequest]:

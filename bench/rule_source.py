@@ -4,12 +4,13 @@ millions of requests."""
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from quire.messages.logprob_columns import LogprobColumns
 from scheduler_svc.core.beam_search import Candidates
-from scheduler_svc.core.request import ClientId, Handle, RequestKey
+from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult
 
@@ -108,6 +109,19 @@ class Drive:
 def key_of(index: int) -> RequestKey:
     """The key of the request with this number."""
     return RequestKey(CLIENT, Handle(index))
+
+
+def make_request(
+    index: int, prompt: list[int], max_tokens: int, *, logprobs: int | None = None, **changes: Any
+) -> Request:
+    """A request with this number that ends after `max_tokens` tokens, unless token 2 is sampled."""
+    sampling = RowSampling(index, logprobs=logprobs)
+    return Request(key_of(index), str(index), prompt, sampling, max_tokens, frozenset([2]), **changes)
+
+
+def constant_tokens(plan: StepPlan, token_id: int = 7) -> StepResult:
+    """A result with the same token in each row. Token 2 ends the requests of `make_request`."""
+    return StepResult(plan.step_id, np.full(len(plan.samples), token_id))
 
 
 def _logprobs(token_ids: np.ndarray) -> LogprobColumns:

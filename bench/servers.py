@@ -55,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="directory of the runs' files; a run whose file exists is not repeated",
     )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -85,10 +84,9 @@ def main(arguments: argparse.Namespace) -> None:
     for load in sorted(loads, key=lambda load: min(ratios[load.name].values(), default=0.0)):
         of_load = ", ".join(f"{ratio:.2f} to {name}" for name, ratio in ratios[load.name].items())
         print(f"{load.of(first)}: output tokens {of_load}, medians over the rounds")
-    if arguments.out is not None:
-        of_rounds = [_round(result) for load in loads for result in results[load.name, first]]
-        ratio_to = ratios if len(loads) > 1 else ratios[loads[0].name]
-        write_results(arguments.out, "servers under the same load", series, ratio_to=ratio_to, rounds=of_rounds)
+    of_rounds = [_round(result) for load in loads for result in results[load.name, first]]
+    ratio_to = ratios if len(loads) > 1 else ratios[loads[0].name]
+    write_results(arguments.out, "servers under the same load", series, ratio_to=ratio_to, rounds=of_rounds)
 
 
 _Figure = tuple[str, str, Callable[[Report], float]]

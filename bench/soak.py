@@ -8,7 +8,6 @@ block is neither free nor cached, or memory grew by more than the bound.
 import argparse
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 from bench.report import Series, write_results
 from bench.soak_mix import SHARES
@@ -29,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preemption-mode", choices=[each.value for each in PreemptionMode], default="auto")
     parser.add_argument("--max-growth-mib", type=float, default=4.0, help="maximum growth of memory after 10%%")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -46,13 +44,12 @@ def main(arguments: argparse.Namespace) -> None:
     last = marks[-1]
     print(f"{last.num_requests / last.seconds:.0f} requests/s, {last.num_steps / last.seconds:.0f} steps/s")
     print(f"memory grew by {growth:.2f} MiB from 10% on", *faults, sep="\n")
-    if arguments.out is not None:
-        series = [
-            Series("requests", "1/s", (last.num_requests / last.seconds,)),
-            Series("growth of memory from 10% on", "MiB", (growth,)),
-        ]
-        facts = {"mix": dict(SHARES), "faults": faults, "marks": [asdict(mark) for mark in marks]}
-        write_results(arguments.out, "a long run of every kind of request through the core", series, **facts)
+    series = [
+        Series("requests", "1/s", (last.num_requests / last.seconds,)),
+        Series("growth of memory from 10% on", "MiB", (growth,)),
+    ]
+    facts = {"mix": dict(SHARES), "faults": faults, "marks": [asdict(mark) for mark in marks]}
+    write_results(arguments.out, "a long run of every kind of request through the core", series, **facts)
     if faults:
         sys.exit(1)
 

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--num-threads", type=int)
     parser.add_argument("--model", type=Path, help="model; default: a LLaMA of 160M, random weights")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -83,17 +82,16 @@ def main(arguments: argparse.Namespace) -> None:
             share = f"   {work}, at least {floor:6.2f} ms: {stage.best_ms / floor:.2f} of it" if floor else ""
             print(f"{stage.name:<28} {stage.best_ms:7.2f} ms{share}", flush=True)
         series += [stage.series(batch) for stage in stages]
-    if arguments.out is not None:
-        write_results(
-            arguments.out,
-            "Stages of a forward pass on the CPU",
-            series,
-            context=passes.context,
-            prompt=arguments.prompt is not None,
-            quantization=arguments.quantization,
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            floors=kept,
-        )
+    write_results(
+        arguments.out,
+        "Stages of a forward pass on the CPU",
+        series,
+        context=passes.context,
+        prompt=arguments.prompt is not None,
+        quantization=arguments.quantization,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        floors=kept,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,6 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,9 +24,9 @@ from typing import Any
 
 import httpx
 
-from bench.kills_processes import services_of
-from bench.llama_cpp import served
+from bench.cluster import services_of
 from bench.report import Series, median_ratio, write_results
+from bench.serving import free_ports, model_of, quire_serve, served
 
 _TINY, _SHAPE = ("qwen3.5-tiny", "lfm2-tiny"), "qwen3.5-0.8b"
 _TIMEOUT_S = 600
@@ -124,7 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peer", action="append", default=[], metavar="NAME=URL", help="another server, for the part first-token"
     )
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -134,8 +130,7 @@ def main(arguments: argparse.Namespace) -> None:
             arguments.files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         arguments.files.mkdir(parents=True, exist_ok=True)
         _measure(figures, arguments)
-    if arguments.out is not None:
-        write_results(arguments.out, "models with states, as served", figures.series, exceeded=figures.exceeded)
+    write_results(arguments.out, "models with states, as served", figures.series, exceeded=figures.exceeded)
     if figures.exceeded:
         raise SystemExit("\n".join(figures.exceeded))
 
@@ -154,31 +149,13 @@ def _measure(figures: Figures, arguments: argparse.Namespace) -> None:
 @contextmanager
 def _serve(files: Path, shape: str, name: str, *flags: str) -> Iterator[Server]:
     """A server of this shape, which is written at its first use, with a log and a trace of this name."""
-    if not (files / shape).exists():
-        # Imports torch, whose memory the measurement must not have.
-        make = (
-            f"from bench.models import *; write_model({shape!r}, Path({str(files / shape)!r}), whole_vocabulary=True)"
-        )
-        subprocess.run([sys.executable, "-c", make], check=True)
     http, metrics = free_ports(2)
     trace = files / f"{name}-steps.json"
-    command = [sys.executable, "-m", "quire_cli.main", "serve", f"--model={files / shape}", f"--http-port={http}"]
-    command += [
-        "--grpc-port=0",
-        f"--scheduler-metrics-port={metrics}",
-        f"--trace-steps={trace}",
-        "--step-timeout=300",
-        *flags,
-    ]
-    with served(command, str(http), files / f"{name}.log") as pid:
+    model = model_of(shape, files, whole_vocabulary=True)
+    own = (f"--scheduler-metrics-port={metrics}", f"--trace-steps={trace}", "--step-timeout=300")
+    with served(quire_serve(model, http, *own, *flags), http, files / f"{name}.log") as pid:
         ask(url := f"http://127.0.0.1:{http}", [5] * 20, 1)
         yield Server(pid, url, f"http://127.0.0.1:{metrics}/metrics", trace)
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [each.getsockname()[1] for each in opened]
 
 
 def _tokens(count: int, seed: int) -> list[int]:

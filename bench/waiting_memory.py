@@ -7,9 +7,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.rule_source import key_of
+from bench.rule_source import make_request
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
 
 _PROMPT_LEN = 161
@@ -39,7 +38,7 @@ def measure_waiting(count: int) -> WaitingMemory:
     tracemalloc.start()
     try:
         for index, prompt in enumerate(prompts):
-            scheduler.submit(_request(index, prompt), 0.0)
+            scheduler.submit(make_request(index, prompt.tolist(), 338), 0.0)
         snapshot = tracemalloc.take_snapshot()
     finally:
         tracemalloc.stop()
@@ -48,10 +47,6 @@ def measure_waiting(count: int) -> WaitingMemory:
         sizes[_short(each.traceback[0].filename)] += each.size
     by_file = {name: size / count for name, size in sizes.most_common() if size >= count}
     return WaitingMemory(count, _PROMPT_LEN, sizes.total() / count, by_file)
-
-
-def _request(index: int, prompt: array) -> Request:
-    return Request(key_of(index), f"request-{index}", prompt.tolist(), RowSampling(index), 338, frozenset([2]))
 
 
 def _config(count: int) -> SchedulerConfig:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from opentelemetry.metrics import Meter
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.replicas.events import Usage
 from gateway.replicas.live import LiveRequest
-from quire.service.histograms import Distribution
+from quire.service.histograms import Distribution, histogram_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,8 @@ class GenAiMetrics(Collector):
         series = list(self._series.items())
         for histogram in _ALL:
             names = [name.replace(".", "_") for name in _attributes_of(histogram)]
-            family = HistogramMetricFamily(histogram.prometheus_name, histogram.help, labels=names)
-            for (of, labels), distribution in series:
-                if of is histogram:
-                    distribution.put_into(family, labels)
-            yield family
+            own = [(labels, distribution) for (of, labels), distribution in series if of is histogram]
+            yield histogram_family(histogram.prometheus_name, histogram.help, names, own)
 
 
 def _attributes_of(histogram: _Histogram) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.gen_ai_metrics import GenAiMetrics
@@ -24,7 +24,15 @@ from gateway.replicas.events import FinishReason, Usage
 from gateway.replicas.live import Arrivals, LiveRequest
 from quire.rpc.errors import QuireError
 from quire.runtime import clock
-from quire.service.histograms import COUNTS, SECONDS, SHORT_SECONDS, SMALL_COUNTS, Distribution, TenantLabels
+from quire.service.histograms import (
+    COUNTS,
+    SECONDS,
+    SHORT_SECONDS,
+    SMALL_COUNTS,
+    Distribution,
+    TenantLabels,
+    histogram_family,
+)
 from quire.service.metrics import CallCounts
 
 _PREFIX = "quire_gateway_"
@@ -177,10 +185,8 @@ class HttpAnswers(Collector):
             counts.add_metric([route, method, str(status)], count)
         yield counts
         help_text = "Seconds from an HTTP request to the end of its answer."
-        seconds = HistogramMetricFamily(f"{_PREFIX}http_answer_seconds", help_text, labels=("route", "method"))
-        for place, distribution in list(self.durations.items()):
-            distribution.put_into(seconds, place)
-        yield seconds
+        name, labels = f"{_PREFIX}http_answer_seconds", ("route", "method")
+        yield histogram_family(name, help_text, labels, list(self.durations.items()))
 
 
 class ReplicaRecords:
@@ -443,12 +449,9 @@ class _Records(Collector):
         yield generated
         yield finished
         for name, attribute, help_text in _HISTOGRAMS:
-            family = HistogramMetricFamily(_PREFIX + name, help_text, labels=["model"])
-            for model, own in records.items():
-                parts: list[Distribution] = [getattr(record, attribute) for record in own]
-                if parts:
-                    Distribution.total(parts[0].bounds, parts).put_into(family, [model])
-            yield family
+            parts = {model: [getattr(record, attribute) for record in own] for model, own in records.items() if own}
+            totals = [([model], Distribution.total(own[0].bounds, own)) for model, own in parts.items()]
+            yield histogram_family(_PREFIX + name, help_text, ["model"], totals)
 
 
 class _TenantMetrics:

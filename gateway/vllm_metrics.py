@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.metrics import HttpAnswers, ReplicaRecord, ReplicaRecords
@@ -20,6 +20,7 @@ from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import ReplicaLoad
 from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
 from quire.runtime import clock
+from quire.service.histograms import Distribution, histogram_family
 
 _LABELS = ("model_name", "engine")
 # The engine label of requests that have no replica.
@@ -120,10 +121,7 @@ class VllmMetrics(Collector):
             family.add_metric(key, count)
         yield family
         name, help_text = "http_request_duration_seconds", "Seconds from an HTTP request to the end of its answer."
-        family = HistogramMetricFamily(name, help_text, labels=("handler", "method"))
-        for place, seconds in list(self._answers.durations.items()):
-            seconds.put_into(family, place)
-        yield family
+        yield histogram_family(name, help_text, ("handler", "method"), list(self._answers.durations.items()))
 
 
 class _ModelMetrics:
@@ -163,22 +161,18 @@ class _ModelMetrics:
         )
         yield from self._counters(records)
         for name, attribute, help_text in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=_LABELS)
-            for engine, record in records.items():
-                getattr(record, attribute).put_into(family, [self._model_name, engine])
-            yield family
-        yield self._step_tokens(loads)
+            yield self._histogram(name, help_text, {each: getattr(records[each], attribute) for each in records})
+        # Whole replicas: a step has requests of all gateways.
+        step_tokens = {engine: load.step_tokens for engine, load in loads.items() if load.step_tokens is not None}
+        yield self._histogram("iteration_tokens_total", "Computed tokens per step.", step_tokens)
         yield from self._drafts(loads)
         yield self._cache_config(engines)
         yield self._sleep({engines[address]: address for address in self._loads if address in engines})
 
-    def _step_tokens(self, loads: Mapping[str, ReplicaLoad]) -> Metric:
-        """Tokens per step of the whole replica: a step has requests of all gateways."""
-        family = HistogramMetricFamily("vllm:iteration_tokens_total", "Computed tokens per step.", labels=_LABELS)
-        for engine, load in loads.items():
-            if load.step_tokens is not None:
-                load.step_tokens.put_into(family, [self._model_name, engine])
-        return family
+    def _histogram(self, name: str, help_text: str, of: Mapping[str, Distribution]) -> Metric:
+        """A family with the distribution of each engine."""
+        series = (([self._model_name, engine], each) for engine, each in of.items())
+        return histogram_family(f"vllm:{name}", help_text, _LABELS, series)
 
     def _drafts(self, loads: Mapping[str, ReplicaLoad]) -> Iterable[Metric]:
         """Speculative decoding of whole replicas that use it."""

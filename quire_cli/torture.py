@@ -155,7 +155,7 @@ async def _torture(plan: Plan, flags: TortureFlags) -> int:
         reports["undisturbed, after"] = await torture.run(torture.each_question(), num_streams=1)
         _print(reports, plan)
         if flags.out is not None:
-            write(flags.out, as_json(plan, torture.model, reports, torture.unsupported))
+            write(flags.out, as_json(torture.plan, reports, torture.unsupported))
         bad = _bad(reports)
         if bad is not None and bad.count(*WRONG) and flags.shrink:
             await _shrink(torture, bad, flags)
@@ -188,7 +188,7 @@ async def _shrink(torture: Torture, report: Report, flags: TortureFlags) -> None
         print("a second run of the same story has no wrong answer")
         return
     steps, wrongs = found
-    text = script(torture.plan, torture.model, steps, wrongs)
+    text = script(torture.plan, steps, wrongs)
     print(f"{len(steps)} of {len(report.steps)} steps are enough:")
     if flags.script is None:
         print(text)

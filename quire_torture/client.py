@@ -1,12 +1,13 @@
 """Sends calls over HTTP as OpenAI's client does, its retries included, and reads the answers."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -33,6 +34,7 @@ class Progress:
 
     Attributes:
         caller: The number of its caller.
+        on_output: Called whenever output came.
         reading: Its answer as read so far; None before the first byte.
         has_left: Whether its caller goes away, or has gone.
         first_s: Seconds from its beginning to the first output.
@@ -40,6 +42,7 @@ class Progress:
 
     call: Call
     caller: int = 0
+    on_output: Callable[["Progress"], None] = lambda _: None
     began: float = field(default_factory=time.monotonic)
     reading: Reading | None = None
     has_left: bool = False
@@ -52,25 +55,39 @@ class Progress:
         """Whether its stream has begun."""
         return self.reading is not None and self.reading.is_stream and self.num_events > 0 and not self.has_left
 
+    def note_output(self) -> None:
+        if self.first_s is None:
+            self.first_s = time.monotonic() - self.began
+        self.on_output(self)
+
+
+class Server(Protocol):
+    """A server under torture, as its callers see it."""
+
+    async def send(self, progress: Progress) -> Answer:
+        """Raises FailedError. `progress` has the part of the answer before it."""
+        ...
+
+    async def serves(self, call: Call, timeout_s: float) -> bool:
+        """Whether it answers a call of one token like this one."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A client of one server.
+    """A client of one server with OpenAI's API.
 
     Attributes:
         base_url: Without /v1.
         num_retries: Maximum retries of a request that failed before its answer began; OpenAI's clients have 2.
-        on_output: Called with each call that has just got output.
     """
 
     http: httpx.AsyncClient
     base_url: str
     model: str
     num_retries: int
-    on_output: Callable[[Progress], None] = lambda _: None
 
     async def send(self, progress: Progress) -> Answer:
-        """Raises FailedError. `progress` has the part of the answer before it."""
         rng = Random(progress.call.number)
         while True:
             try:
@@ -84,10 +101,18 @@ class Client:
                 progress.num_retries += 1
                 await asyncio.sleep(pause_s)
 
+    async def serves(self, call: Call, timeout_s: float) -> bool:
+        body = {**call.question.body, "model": self.model, "max_tokens": 1}
+        url = self.base_url + call.question.path
+        with contextlib.suppress(httpx.HTTPError):
+            answer = await self.http.post(url, json=body, headers=_headers(call), timeout=timeout_s)
+            # A full server that says so serves others.
+            return answer.status_code in (200, 429)
+        return False
+
     async def _send(self, progress: Progress) -> Answer:
-        call, question = progress.call, progress.call.question
-        headers = {} if call.api_key is None else {"authorization": f"Bearer {call.api_key}"}
-        body = {"model": self.model, **question.body}
+        question = progress.call.question
+        body, headers = {"model": self.model, **question.body}, _headers(progress.call)
         try:
             async with self.http.stream("POST", self.base_url + question.path, json=body, headers=headers) as response:
                 if response.status_code != 200:
@@ -98,7 +123,7 @@ class Client:
                 else:
                     content = _parsed(await response.aread())
                     if _add(reading, content):
-                        self._note(progress)
+                        progress.note_output()
                     reading.done()
                 return reading.answer()
         except httpx.HTTPError as error:
@@ -108,15 +133,16 @@ class Client:
 
     async def _read(self, response: httpx.Response, reading: Reading, progress: Progress) -> None:
         call = progress.call
-        async for event in _events(response):
-            if event is None:
+        async for data in event_data(response):
+            if data == b"[DONE]":
                 reading.done()
                 continue
+            event = _parsed(data)
             if error := event.get("error"):
                 kind = error.get("code") or error.get("type") if isinstance(error, dict) else error
                 raise FailedError(f"an error event in the stream ({kind})", detail=str(error))
             if _add(reading, event):
-                self._note(progress)
+                progress.note_output()
             progress.num_events += 1
             if progress.has_left or call.leaves_after == progress.num_events:
                 progress.has_left = True
@@ -124,10 +150,9 @@ class Client:
             if call.pause_s:
                 await asyncio.sleep(call.pause_s)
 
-    def _note(self, progress: Progress) -> None:
-        if progress.first_s is None:
-            progress.first_s = time.monotonic() - progress.began
-        self.on_output(progress)
+
+def _headers(call: Call) -> dict[str, str]:
+    return {} if call.api_key is None else {"authorization": f"Bearer {call.api_key}"}
 
 
 def _add(reading: Reading, event: Any) -> bool:
@@ -137,15 +162,14 @@ def _add(reading: Reading, event: Any) -> bool:
         raise FailedError("an answer that is not of OpenAI's API", detail=str(error)) from error
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
-    """The events of a stream; None is [DONE]."""
+async def event_data(response: httpx.Response) -> AsyncIterator[bytes]:
+    """The data of each server-sent event of a stream, which has one line."""
     rest = b""
     async for data in response.aiter_bytes():
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                content = line[5:].strip()
-                yield None if content == b"[DONE]" else _parsed(content)
+                yield line[5:].strip()
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

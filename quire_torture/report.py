@@ -84,7 +84,7 @@ def findings(reports: Mapping[str, Report]) -> Iterator[str]:
         yield from (f"{name}: {count} x error: {kind}" for kind, count in report.errors.most_common())
 
 
-def as_json(plan: Plan, model: str, reports: Mapping[str, Report], unsupported: Mapping[str, str]) -> dict[str, Any]:
+def as_json(plan: Plan, reports: Mapping[str, Report], unsupported: Mapping[str, str]) -> dict[str, Any]:
     def of(report: Report) -> dict[str, Any]:
         faults = {
             text: dict(zip(("pause_s", "served_s"), map(_interval, medians_of(struck, plan.num_streams)), strict=True))
@@ -107,7 +107,7 @@ def as_json(plan: Plan, model: str, reports: Mapping[str, Report], unsupported: 
 
     return {
         "url": plan.url,
-        "model": model,
+        "model": plan.model,
         "seed": plan.seed,
         "streams": plan.num_streams,
         "not_supported": unsupported,
@@ -121,7 +121,7 @@ def _interval(median: Median | None) -> dict[str, float] | None:
     return {"median": round(median.value, 3), "low": round(median.low, 3), "high": round(median.high, 3)}
 
 
-def script(plan: Plan, model: str, steps: Sequence[Step], wrongs: Sequence[Wrong]) -> str:
+def script(plan: Plan, steps: Sequence[Step], wrongs: Sequence[Wrong]) -> str:
     """A shell script that sends the calls of a small story at once, with its faults between them."""
     base = plan.url.rstrip("/").removesuffix("/v1")
     lines = ["#!/bin/sh", "# Each answer is in answer-NUMBER. The defects were:"]
@@ -132,7 +132,7 @@ def script(plan: Plan, model: str, steps: Sequence[Step], wrongs: Sequence[Wrong
         if isinstance(step, Call):
             key = "" if step.api_key is None else ' -H "Authorization: Bearer $API_KEY"'
             limit = "" if step.leaves_after is None else " --max-time 0.3"
-            body = shlex.quote(json.dumps({"model": model, **step.question.body}))
+            body = shlex.quote(json.dumps({"model": plan.model, **step.question.body}))
             head = f"curl -sN{limit}{key} -H 'Content-Type: application/json' {base}{step.question.path}"
             lines.append(f"{head} -d {body} > answer-{step.number} &")
         elif step is not NOTHING:

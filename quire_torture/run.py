@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from urllib.parse import urlsplit
 
 import httpx
 
 from quire_torture.answers import Answer
-from quire_torture.client import Client, FailedError, Progress
+from quire_torture.client import Client, FailedError, Progress, Server
 from quire_torture.faults import NOTHING, Fault, NothingHappenedError, Place
 from quire_torture.link import Link
 from quire_torture.oracle import WRONG, Finding, Oracle, Verdict, drift_of, same_answer
@@ -37,30 +37,30 @@ class Plan:
 
     Attributes:
         url: With or without /v1.
+        num_streams: Callers at once.
+        max_s: Maximum seconds of each run.
+        hung_s: Seconds of service without output after which a request hangs.
         model: None is the only one that the server has.
         num_requests: Requests of the run with faults, and of the equal one without.
         num_questions: Different requests among them.
-        num_streams: Callers at once.
         faults: Each happens `times` times, in an order drawn by the seed.
         rate: Maximum requests a second.
-        max_s: Maximum seconds of each run.
-        hung_s: Seconds of service without output after which a request hangs.
         root: Process whose tree is the server; None is found by the port.
     """
 
     url: str
-    model: str | None
     seed: int
-    num_requests: int
-    num_questions: int
     num_streams: int
-    faults: tuple[Fault, ...]
-    times: int
-    rate: float
     max_s: float
     hung_s: float
-    num_retries: int
-    limits: Limits
+    model: str | None = None
+    num_requests: int = 0
+    num_questions: int = 0
+    faults: tuple[Fault, ...] = ()
+    times: int = 0
+    rate: float = 1e6
+    num_retries: int = 0
+    limits: Limits = field(default_factory=Limits)
     root: int | None = None
 
 
@@ -70,8 +70,11 @@ Step = Call | Fault
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
+    """A defect of the answer to a call, which began at this time of the monotonic clock."""
+
     call: Call
     finding: Finding
+    began: float
 
 
 @dataclass(slots=True)
@@ -80,12 +83,14 @@ class Struck:
 
     Attributes:
         at: When it began, in seconds of the monotonic clock.
+        acted: When it had happened.
         pauses_s: The longest pause of each caller's output that began before the next fault, in seconds.
-        served_s: Seconds until a request succeeded again; None if none did.
+        served_s: Seconds from then until a request succeeded again; None if none did.
     """
 
     text: str
     at: float
+    acted: float = 0.0
     proof: str = ""
     pauses_s: dict[int, float] = field(default_factory=dict[int, float])
     served_s: float | None = None
@@ -123,21 +128,23 @@ class Report:
 
 
 class Torture:
-    """A server under torture. Use `started`.
+    """A server under torture. Use `started`, or `prepared` for a server that is reached in another way.
 
     Attributes:
         unsupported: Kinds of requests that the server refuses without company, and its reasons.
         undisturbed: The run without company.
     """
 
-    def __init__(self, plan: Plan, place: Place, client: Client, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: Plan, place: Place, server: Server, say: Callable[[str], None], questions: Sequence[Question] = ()
+    ) -> None:
         self.plan = plan
         self.place = Place(place.port, place.link, self._make_one_leave, place.root)
-        self.questions: list[Question] = []
+        self.questions = questions
         self.unsupported: dict[str, str] = {}
         self.undisturbed = Report()
         self.oracle = Oracle({}, {})
-        self._client = Client(client.http, client.base_url, client.model, client.num_retries, self._note_output)
+        self._server = server
         self._say = say
         self._open: set[Progress] = set()
         self._last_output: dict[int, float] = {}
@@ -146,10 +153,6 @@ class Torture:
         self._served_s = 0.0
         self._last_served = 0.0
         """When the last request that succeeded began."""
-
-    @property
-    def model(self) -> str:
-        return self._client.model
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -171,18 +174,25 @@ class Torture:
             through = f"http://{link.address}{parts.path}" if parts.scheme == "http" else plan.url
             base_url = through.rstrip("/").removesuffix("/v1")
             model = plan.model or await _only_model(http, base_url, plan)
-            place = Place(port, link, lambda: False, plan.root)
-            torture = cls(plan, place, Client(http, base_url, model, plan.num_retries), say)
-            await torture._ask_undisturbed()
-            watching = asyncio.create_task(torture._watch())
-            try:
+            plan, client = replace(plan, model=model), Client(http, base_url, model, plan.num_retries)
+            torture = cls(plan, Place(port, link, lambda: False, plan.root), client, say)
+            await torture._draw_questions()
+            async with torture.prepared():
                 yield torture
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
 
-    async def _ask_undisturbed(self) -> None:
-        """Asks each question twice without company: what differs then is compared no further."""
+    @contextlib.asynccontextmanager
+    async def prepared(self) -> AsyncIterator[None]:
+        """Finds the answers without company, and watches the service until the end. Raises CannotTortureError."""
+        await self._ask_undisturbed()
+        watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _draw_questions(self) -> None:
+        """Questions of the kinds that the server supports."""
         plan, kinds = self.plan, list[str]()
         for kind in KINDS:
             try:
@@ -193,6 +203,9 @@ class Torture:
         if not kinds:
             raise CannotTortureError(f"{plan.url} answers no request: {next(iter(self.unsupported.values()))}")
         self.questions = draw_questions(plan.seed, plan.num_questions, plan.limits, kinds)
+
+    async def _ask_undisturbed(self) -> None:
+        """Asks each question twice without company: what differs then is compared no further."""
         canaries = {each.number: each.canary for each in self.questions}
         expected: dict[int, Answer | None] = {}
         drift, undisturbed = 0.0, Oracle(dict.fromkeys(canaries), canaries)
@@ -205,7 +218,7 @@ class Torture:
             expected[question.number] = first if same_answer(first, second) else None
             drift = max(drift, drift_of(first, second)) if same_answer(first, second) else drift
             call = Call(-1 - question.number, question)
-            self.undisturbed.wrongs += [Wrong(call, each) for each in undisturbed.judge(question, first)]
+            self.undisturbed.wrongs += [Wrong(call, each, 0.0) for each in undisturbed.judge(question, first)]
         self.undisturbed.num_calls = 2 * len(self.questions)
         self.oracle = Oracle(expected, canaries, drift)
 
@@ -217,7 +230,7 @@ class Torture:
         progress = Progress(Call(-1, question, self._key))
         try:
             async with asyncio.timeout(_FIRST_ANSWER_S):
-                answer = await self._client.send(progress)
+                answer = await self._server.send(progress)
         except TimeoutError:
             raise FailedError(f"no answer within {_FIRST_ANSWER_S:.0f} s") from None
         if progress.first_s is not None:
@@ -255,9 +268,10 @@ class Torture:
         if self._striking is not None:
             await self._striking
 
-    async def run(self, story: Iterable[Step], num_streams: int | None = None) -> Report:
-        """Takes the steps of a story in their order. A fault waits until the one before is over."""
-        report, began = Report(), time.monotonic()
+    async def run(self, story: Iterable[Step], num_streams: int | None = None, report: Report | None = None) -> Report:
+        """Takes the steps of a story in their order. A fault waits until the one before is over. `report` grows
+        meanwhile, if it is given."""
+        report, began = report or Report(), time.monotonic()
         self._struck, self._last_output, self._striking = report.struck, {}, None
         turn, steps, rng = asyncio.Lock(), iter(story), Random(f"faults {self.plan.seed}")
 
@@ -272,12 +286,12 @@ class Torture:
                         await asyncio.sleep(max(0.0, began + report.num_calls / self.plan.rate - time.monotonic()))
                         return step
                     await self._until_calm()
-                    self._striking = asyncio.create_task(self._strike(step, report, rng))
+                    self._striking = asyncio.create_task(self.strike(step, report, rng))
                 return None
 
         async def call_on(caller: int) -> None:
             while (call := await next_call()) is not None:
-                await self._one(Progress(call, caller), report)
+                await self._one(Progress(call, caller, self._note_output), report)
 
         async with asyncio.TaskGroup() as group:
             for caller in range(num_streams or self.plan.num_streams):
@@ -314,7 +328,7 @@ class Torture:
         report.firsts_s += [] if progress.first_s is None else [progress.first_s]
         report.num_left += progress.has_left
         report.num_equal += not findings and not progress.has_left
-        report.wrongs += [Wrong(progress.call, each) for each in findings]
+        report.wrongs += [Wrong(progress.call, each, progress.began) for each in findings]
         if has_failed:
             await self._until_served(time.monotonic(), self.plan.hung_s)
         else:
@@ -322,7 +336,7 @@ class Torture:
 
     async def _within(self, progress: Progress) -> Answer:
         """Raises TimeoutError if nothing comes for `hung_s` seconds in which the server serves others."""
-        task = asyncio.create_task(self._client.send(progress))
+        task = asyncio.create_task(self._server.send(progress))
         num_seen, since = -1, 0.0
         try:
             while not (await asyncio.wait([task], timeout=0.5))[0]:
@@ -353,7 +367,7 @@ class Torture:
                 return True
         return False
 
-    async def _strike(self, fault: Fault, report: Report, rng: Random) -> None:
+    async def strike(self, fault: Fault, report: Report, rng: Random) -> None:
         """Lets a fault happen, and waits until the server serves again."""
         await asyncio.sleep(rng.uniform(0.0, 0.3))
         for tries_left in reversed(range(_MAX_TRIES)):
@@ -367,9 +381,9 @@ class Torture:
                     report.missed[f"{fault.text}: {error}"] += 1
                 await asyncio.sleep(1.0)
                 continue
-            acted = time.monotonic()
-            if await self._until_served(acted, self.plan.max_s):
-                struck.served_s = time.monotonic() - acted
+            struck.acted = time.monotonic()
+            if await self._until_served(struck.acted, self.plan.max_s):
+                struck.served_s = time.monotonic() - struck.acted
             if fault is not NOTHING:
                 self._say(f"{fault.text}: {struck.proof}; served again after {struck.served_s or 0:.1f} s")
             return
@@ -385,22 +399,15 @@ class Torture:
 
     async def _watch(self) -> None:
         """Sends requests of one token while the server is under torture, and counts the seconds of service."""
-        question = min(self.questions, key=lambda each: (each.is_stream, each.path != COMPLETIONS))
-        body = {**question.body, "model": self.model, "max_tokens": 1}
-        headers = {} if self._key is None else {"authorization": f"Bearer {self._key}"}
+        call = Call(-1, min(self.questions, key=lambda each: (each.is_stream, each.path != COMPLETIONS)), self._key)
         last = time.monotonic()
-        async with httpx.AsyncClient(timeout=_PROBE_TIMEOUT_S, trust_env=False) as http:
-            while True:
-                began, is_served = time.monotonic(), False
-                with contextlib.suppress(httpx.HTTPError):
-                    answer = await http.post(self._client.base_url + question.path, json=body, headers=headers)
-                    # A full server that says so serves others.
-                    is_served = answer.status_code in (200, 429)
-                if is_served:
-                    self._last_served = began
-                    self._served_s += time.monotonic() - last
-                last = time.monotonic()
-                await asyncio.sleep(_PROBE_EVERY_S)
+        while True:
+            began = time.monotonic()
+            if await self._server.serves(call, _PROBE_TIMEOUT_S):
+                self._last_served = began
+                self._served_s += time.monotonic() - last
+            last = time.monotonic()
+            await asyncio.sleep(_PROBE_EVERY_S)
 
     async def shrunk(self, report: Report, limit_s: float) -> tuple[tuple[Step, ...], list[Wrong]] | None:
         """The fewest steps found that still give a wrong answer, and what it then was; None if a second run of the

@@ -10,7 +10,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _PEOPLE = ("girl", "boy", "king", "baker", "sailor", "doctor", "farmer", "teacher")
 _THINGS = ("ball", "boat", "letter", "clock", "garden", "horse", "kite", "lamp")
 _PLACES = ("park", "harbour", "forest", "market", "castle", "school", "river", "village")
-_STORY = "Once upon a time there was a little girl with a red ball. She went to the park with her dog. "
+STORY = "Once upon a time there was a little girl with a red ball. She went to the park with her dog. "
 _SCHEMA = {
     "type": "object",
     "properties": {"colour": {"enum": ["red", "green", "blue"]}, "size": {"enum": ["small", "large"]}},
@@ -124,14 +124,14 @@ def _sampled(inner: _Draw, **fields: Any) -> _Draw:
 
 
 def _long(rng: Random, canary: str, limits: Limits) -> tuple[str, dict[str, Any]]:
-    words = (_STORY * (1 + limits.long_words // 20)).split()[: limits.long_words]
+    words = (STORY * (1 + limits.long_words // 20)).split()[: limits.long_words]
     prompt = f"{canary}. {' '.join(words)} {_tale(rng, canary)}"
     return COMPLETIONS, _sized(rng, limits) | {"prompt": prompt, **_STREAM}
 
 
 def _shared(rng: Random, canary: str, limits: Limits) -> tuple[str, dict[str, Any]]:
     """All of these questions have the same beginning."""
-    words = (_STORY * (1 + limits.long_words // 20)).split()[: limits.long_words // 2]
+    words = (STORY * (1 + limits.long_words // 20)).split()[: limits.long_words // 2]
     return COMPLETIONS, _sized(rng, limits) | {"prompt": f"{' '.join(words)} {_tale(rng, canary)}", **_STREAM}
 
 

@@ -33,25 +33,24 @@ def generate(protos: Path, out: Path) -> list[Path]:
     """
     sources = sorted(protos.rglob("*.proto"))
     ours = [source for source in sources if import_name(protos, source).startswith("quire/")]
-    _run_protoc(protos, ours, out, "--grpc_python_out")
+    _write_stubs(protos, ours, out, "--grpc_python_out")
     # Packages of public standards have no top-level module of ours. Their services are registered by descriptor:
     # generated gRPC code would import the messages from where the standard has them.
-    _run_protoc(protos, [source for source in sources if source not in ours], out / "quire")
+    _write_stubs(protos, [source for source in sources if source not in ours], out / "quire")
     return sources
 
 
-def _run_protoc(protos: Path, sources: Sequence[Path], out: Path, *further_outputs: str) -> None:
-    if not sources:
-        return
-    out.mkdir(parents=True, exist_ok=True)
-    arguments = [
-        "protoc",
-        *(f"--proto_path={root}" for root in roots_of(protos)),
-        f"--proto_path={files('grpc_tools') / '_proto'}",
-        *(f"{output}={out}" for output in ("--python_out", "--pyi_out", *further_outputs)),
-        *map(str, sources),
-    ]
-    if protoc.main(arguments) != 0:
+def _write_stubs(protos: Path, sources: Sequence[Path], out: Path, *further_outputs: str) -> None:
+    if sources:
+        out.mkdir(parents=True, exist_ok=True)
+        run_protoc(protos, sources, *(f"{output}={out}" for output in ("--python_out", "--pyi_out", *further_outputs)))
+
+
+def run_protoc(protos: Path, sources: Sequence[Path], *options: str) -> None:
+    """Raises RuntimeError if protoc refuses a file of `sources`, which lie below `protos`."""
+    imported_from = (*roots_of(protos), files("grpc_tools") / "_proto")
+    flags = [*(f"--proto_path={root}" for root in imported_from), *options, *map(str, sources)]
+    if protoc.main(["protoc", *flags]) != 0:
         raise RuntimeError(f"protoc failed on {protos}")
 
 

@@ -3,13 +3,11 @@
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
-from grpc_tools import protoc
 
-from tools.generate_stubs import import_name, roots_of
+from tools.generate_stubs import import_name, run_protoc
 
 # Field numbers of FileDescriptorProto, DescriptorProto, ... that make up the paths of SourceCodeInfo.
 FILE_SYNTAX, FILE_MESSAGES, FILE_ENUMS, FILE_SERVICES = 12, 4, 5, 6
@@ -56,16 +54,7 @@ def read_descriptors(protos: Path, *options: str) -> FileDescriptorSet:
     """The files below `protos` as protoc describes them under these options. Raises RuntimeError, as above."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "descriptors"
-        arguments = [
-            "protoc",
-            *(f"--proto_path={root}" for root in roots_of(protos)),
-            f"--proto_path={files('grpc_tools') / '_proto'}",
-            f"--descriptor_set_out={out}",
-            *options,
-            *map(str, sorted(protos.rglob("*.proto"))),
-        ]
-        if protoc.main(arguments) != 0:
-            raise RuntimeError(f"protoc failed on {protos}")
+        run_protoc(protos, sorted(protos.rglob("*.proto")), f"--descriptor_set_out={out}", *options)
         return FileDescriptorSet.FromString(out.read_bytes())
 
 

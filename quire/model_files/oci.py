@@ -74,28 +74,31 @@ def pull(text: str, report: Report = no_report) -> Path:
     """The model's directory, or its GGUF file. Raises ConfigurationError if the registry does not give it."""
     name = OciName.parse(text)
     registry = _Registry(name)
-    try:
+    with _explained(f"{name} cannot be fetched"):
         manifest = json.loads(registry.read_manifest())
         return _assemble(manifest, str(name), name.model, registry, report)
-    except (OSError, HTTPException, ValueError, tarfile.TarError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"{name} cannot be fetched: {error}") from error
 
 
 def open_layout(directory: Path) -> Path:
     """The model in a folder with the layout of OCI images. Raises ConfigurationError if it holds no model."""
     blobs = _Layout(directory)
-    try:
+    with _explained(f"{directory} holds no model in the layout of OCI images"):
         (first, *more) = json.loads((directory / "index.json").read_bytes())["manifests"]
         if more:
             raise ConfigurationError(f"{directory} has {1 + len(more)} models; --model takes a folder with one")
         manifest = json.loads(blobs.path_of(first["digest"]).read_bytes())
         return _assemble(manifest, str(directory), directory.absolute().name, blobs, no_report)
-    except (OSError, KeyError, ValueError, TypeError, tarfile.TarError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"{directory} holds no model in the layout of OCI images: {error!r}") from error
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Converts errors of a registry, of its answers and of a disk to a ConfigurationError of one line."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except (OSError, HTTPException, KeyError, ValueError, TypeError, tarfile.TarError) as error:
+        raise ConfigurationError(f"{what}: {type(error).__name__} {error}") from error
 
 
 class _Registry:

@@ -97,11 +97,21 @@ class Distribution:
             total.sum += part.sum
         return total
 
-    def put_into(self, family: HistogramMetricFamily, labels: Sequence[str] = ()) -> None:
+    def put_into(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         """Adds its series, with the values of the family's labels."""
         cumulative = np.cumsum(self._counts).tolist()
         bounds = [*map(floatToGoString, self.bounds), "+Inf"]
         family.add_metric(labels, list(zip(bounds, cumulative, strict=True)), self.sum)
+
+
+def histogram_family(
+    name: str, help_text: str, labels: Sequence[str], series: Iterable[tuple[Sequence[str], Distribution]]
+) -> Metric:
+    """A family with a series for each distribution, which has these values of the labels."""
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    for values, distribution in series:
+        distribution.put_into(family, values)
+    return family
 
 
 class Histograms(Collector):
@@ -121,9 +131,7 @@ class Histograms(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, (help_text, distribution) in self._families.items():
-            family = HistogramMetricFamily(name, help_text)
-            distribution.put_into(family)
-            yield family
+            yield histogram_family(name, help_text, (), [((), distribution)])
 
 
 class TenantLabels:

@@ -1,7 +1,7 @@
 """Any server with OpenAI's API of completions or chats, over HTTP. Needs httpx, of the extra quire-llm[bench]."""
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from quire_cli.bench.driver import (
     ServerFacts,
     check_count,
 )
+from quire_torture.client import event_data
 
 # Short and common, so that most tokenizers have about one token for each.
 _TEXT = (
@@ -154,10 +155,11 @@ class OpenAiServer:
         async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise _failure(response.status_code, await response.aread())
-            async for event in _events(response):
-                if event is None:
+            async for data in event_data(response):
+                if data == b"[DONE]":
                     is_complete = True
                     break
+                event = _parsed(data)
                 if event.get("error"):
                     raise _failure(response.status_code, json.dumps(event).encode())
                 for choice in event.get("choices") or ():
@@ -239,26 +241,6 @@ def _is_url(url: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and bool(httpx.URL(url))
     except (ValueError, httpx.InvalidURL):
         return False
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any] | None]:
-    """The server-sent events of a stream; None is [DONE]."""
-    async for line in _lines(response):
-        if line.startswith(b"data:"):
-            content = line[5:].strip()
-            if content == b"[DONE]":
-                yield None
-                return
-            yield _parsed(content)
-
-
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    rest = b""
-    async for data in response.aiter_bytes():
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            yield line
-    yield rest
 
 
 def _parsed(content: bytes) -> dict[str, Any]:

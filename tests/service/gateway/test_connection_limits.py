@@ -11,6 +11,7 @@ import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 
+from bench.hostile_callers import frame, headers
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc
 from quire.rpc.errors import ResourceExhausted, Unavailable
 from tests.support.gateway_process import error_of, running_gateway
@@ -22,6 +23,7 @@ CHECK = health_pb2.HealthCheckRequest()
 SHORT_S = 0.3
 # Type, and type with flags, of HTTP/2 frames.
 GOAWAY, PING_ACK = 7, b"\6\1"
+PING = frame(6, 0, 0, b"12345678")
 # Without it, connections of one process to one address share one.
 APART = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -188,17 +190,18 @@ async def test_a_long_unary_call_survives_its_client_s_pings(scheduler):
         assert (await asyncio.wait_for(call, 30)).sequences
 
 
-async def test_a_flood_of_pings_is_answered_and_nothing_else_is_written(scheduler):
+@pytest.mark.parametrize("flood", [PING, frame(4, 0, 0), frame(0, 0, 1)], ids=["pings", "settings", "empty data"])
+async def test_a_flood_of_frames_is_answered_and_nothing_else_is_written(scheduler, flood):
     """gRPC's own defence writes a GOAWAY for each ping, keeps memory for each, and may not end."""
-    num_pings, ping = 100_000, bytes.fromhex("000008 06 00 00000000") + b"12345678"
-    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes.fromhex("000000 04 00 00000000")
+    num_frames = 100_000
+    start = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0) + headers(1, b"/grpc.health.v1.Health/Watch")
     async with running_gateway(scheduler) as gateway:
         host, _, port = gateway.gateway.grpc_address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(start + ping * num_pings)
+        writer.write(start + flood * num_frames + PING)
         num_acks = 0
         async with asyncio.timeout(30):
-            while num_acks < num_pings:
+            while num_acks < (num_frames + 1 if flood is PING else 1):
                 head = await reader.readexactly(9)
                 assert head[3] != GOAWAY
                 await reader.readexactly(int.from_bytes(head[:3]))

@@ -34,8 +34,8 @@ def test_a_waiting_request_costs_at_least_its_tokens_and_little_more_than_the_pr
 
 def test_rare_calls_and_steps_with_log_probabilities_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_calls, "_LONG_PROMPT", 5_000)
-    times = measure_calls(8, 2)
-    assert [each.name for each in times] == [name for name, _ in CALLS]
+    times = list(measure_calls(8, 2))
+    assert [each.name for each in times] == [f"8, {name}" for name, _ in CALLS]
     assert all(len(each.values) == 2 and min(each.values) > 0 for each in times)
     assert time_logprob_steps(8, 5, 20).min() > 0
 

@@ -86,7 +86,7 @@ async def test_story_of_a_defect_shrinks_to_a_script() -> None:
         assert found is not None
         steps, wrongs = found
         assert len([each for each in steps if isinstance(each, Call)]) < report.num_calls // 4
-        text = script(torture.plan, torture.model, steps, wrongs)
+        text = script(torture.plan, steps, wrongs)
         assert text.count(f"{stub.url}/v1/") == len(steps)
         assert "lost" in text
 

@@ -1,14 +1,12 @@
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import HistogramMetricFamily
 
-from quire.service.histograms import OTHER_TENANTS, Distribution, TenantLabels
+from quire.service.histograms import OTHER_TENANTS, Distribution, TenantLabels, histogram_family
 
 
 def samples_of(distribution: Distribution) -> dict[tuple[str, str | None], float]:
-    family = HistogramMetricFamily("x", "X.")
-    distribution.put_into(family)
+    family = histogram_family("x", "X.", (), [((), distribution)])
     return {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
 
 

@@ -7,13 +7,13 @@ import itertools
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bench.serving import free_ports
 from quire.runtime import failpoint
 from quire_torture.link import Link
 
@@ -132,13 +132,13 @@ class Cluster:
         has_fronts = len(roles) > 1 or apart > 0
         async with contextlib.AsyncExitStack() as stack:
             start = _Start(directory, environ, stack)
-            fronts: list[tuple[int, int]] = []
+            fronts: list[list[int]] = []
             for number, role in enumerate(roles):
                 flags = [each.replace("REPLICA", str(number)) for each in serve]
                 if apart:
                     await start.services(number, apart, [f"--role={role}"], flags)
                 else:
-                    fronts.append((_free_port(), _free_port()))
+                    fronts.append(free_ports(2))
                     shown = () if has_fronts else gateway
                     own = [*_ports(fronts[-1]), f"--role={role}"]
                     start.replicas.append(await start.kept(f"serve-{number}", "quire", "serve", *own, *flags, *shown))
@@ -146,7 +146,7 @@ class Cluster:
             if has_fronts:
                 for each in start.replicas:
                     await start.link("scheduler", lambda each=each: scheduler_address(each), f"to-{each.name}.sock")
-                fronts = [(_free_port(), _free_port()) for _ in range(2)]
+                fronts = [free_ports(2) for _ in range(2)]
                 known = f"--schedulers={','.join(link.address for link in start.links['scheduler'])}"
                 for number, ports in enumerate(fronts):
                     own = [*_ports(ports), known, *gateway]
@@ -185,11 +185,11 @@ class _Start:
 
     async def services(self, number: int, num_ranks: int, scheduler: Sequence[str], worker: Sequence[str]) -> None:
         """Starts the scheduler of a replica and its workers, with links between them and before their blocks."""
-        rendezvous = f"--tensor-parallel-address=127.0.0.1:{_free_port()}"
+        rendezvous = f"--tensor-parallel-address=127.0.0.1:{free_ports(1)[0]}"
         addresses: list[str] = []
         for rank in range(num_ranks):
             name = f"worker-{number}" + (f"-{rank}" if rank else "")
-            own, fetched = f"unix:{self.directory / name}.sock", f"127.0.0.1:{_free_port()}"
+            own, fetched = f"unix:{self.directory / name}.sock", f"127.0.0.1:{free_ports(1)[0]}"
             addresses.append((await self.link("worker", lambda own=own: own, f"to-{name}.sock")).address)
             transfer = await self.link("transfer", lambda fetched=fetched: fetched)
             flags = [f"--listen={own}", f"--transfer-listen={fetched}", f"--transfer-endpoint={transfer.address}"]
@@ -202,7 +202,7 @@ class _Start:
         self.replicas.append(await self.kept(f"scheduler-{number}", "scheduler_svc", *flags))
 
 
-def _ports(ports: tuple[int, int]) -> list[str]:
+def _ports(ports: Sequence[int]) -> list[str]:
     return [f"--grpc-port={ports[0]}", f"--http-port={ports[1]}"]
 
 
@@ -241,12 +241,6 @@ def _command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text()
     return ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass(frozen=True, slots=True)
