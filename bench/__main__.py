@@ -20,6 +20,7 @@ BENCHMARKS = (
     "llama_cpp",
     "neighbours",
     "reservations",
+    "serve_overhead",
     "servers",
     "soak",
     "stages",
