@@ -103,6 +103,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "conv_dim": 2048,
         "max_position_embeddings": 32768,
     },
+    "llama-one-layer": {
+        "model_type": "llama",
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+    },
     # Two of many layers, and weights that are large enough for texts that do not repeat themselves at once.
     "qwen3.5-tiny": {
         "model_type": "qwen3_5_text",
