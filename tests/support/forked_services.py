@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -129,13 +130,17 @@ def _send(pid: int, number: int) -> None:
 
 def main(descriptor: str, *modules: str) -> None:
     """Imports and forks; each fork runs its request."""
+    fork_after(lambda: [importlib.import_module(module) for module in modules], descriptor)
+
+
+def fork_after(imports: Callable[[], object], descriptor: str) -> None:
+    """Imports and forks; each fork runs its request."""
     # Modules that are imported here stay, in each fork too.
     gc.disable()
     # Same as worker_svc before it imports torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with socket.socket(fileno=int(descriptor)) as listener:
-        for module in modules:
-            importlib.import_module(module)
+        imports()
         gc.freeze()
         is_fork = Forks(listener).serve()
     if is_fork:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -717,14 +718,28 @@ def make_model(
     """
     if isinstance(family, str):
         family = FAMILIES[family]
-    config_class = getattr(transformers, family.config or f"{family.name}Config")
-    names = [f"{family.name}ForCausalLM", f"{family.name}LMHeadModel"]
+    fields = json.dumps({**_COMMON, **family.fields, **changes})
+    model, files = _made(family.name, family.config, fields, seed, max_shard_size)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    return copy.deepcopy(model)
+
+
+@cache
+def _made(
+    family: str, config: str | None, fields: str, seed: int, max_shard_size: str
+) -> tuple[PreTrainedModel, dict[str, bytes]]:
+    """A model, and the files that it is saved as, by name. Many tests of a process use the same."""
+    config_class = getattr(transformers, config or f"{family}Config")
+    names = [f"{family}ForCausalLM", f"{family}LMHeadModel"]
     model_class = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
-    model = model_class(config_class(**{**_COMMON, **family.fields, **changes})).eval()
+    model = model_class(config_class(**json.loads(fields))).eval()
     randomize(model, seed)
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    make_tokenizer().save_pretrained(directory)
-    return model
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory, max_shard_size=max_shard_size)
+        make_tokenizer().save_pretrained(directory)
+        return model, {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
 def randomize(model: PreTrainedModel, seed: int) -> None:

@@ -1,5 +1,6 @@
 """LoRA adapters of a model give the same results as if merged into its weights, each row with its own."""
 
+import copy
 import functools
 import json
 import re
@@ -48,8 +49,7 @@ class Made:
 
     def __init__(self, directory: Path, family: str) -> None:
         self.directory = directory / "model"
-        self._family = family
-        model = make_model(self.directory, family)
+        self.plain = model = make_model(self.directory, family)
         ranks = (8, 3, 64)
         self.adapters = [
             make_adapter(directory / f"adapter-{number}", model, rank=rank, alpha=2.0 * rank, seed=number)
@@ -57,8 +57,7 @@ class Made:
         ]
 
     def merged(self, slot: int) -> PreTrainedModel:
-        model = make_model(self.directory, self._family)
-        return merge_adapter(model, self.adapters[slot - 1]) if slot else model
+        return merge_adapter(copy.deepcopy(self.plain), self.adapters[slot - 1]) if slot else self.plain
 
     def load(
         self, dtype: torch.dtype = torch.float32, quantization: Quantization = Quantization.NONE, max_rank: int = 64
