@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
-from quire.model_files.gguf_encoders import dense_of, pooling_of
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -364,6 +363,8 @@ def hidden_size_of(directory: ModelDirectory) -> int:
 
 def _modules_of_gguf(path: Path, header: GgufHeader) -> tuple[Module, ...]:
     """Files do not say whether vectors are scaled to the length 1; llama.cpp always does that."""
+    from quire.model_files.gguf_encoders import dense_of, pooling_of
+
     layers = [Dense(path, shape[1], shape[0], False, "Identity", name) for name, shape in dense_of(header)]
     return (Pooling((pooling_of(header),)), *layers, Normalize())
 

@@ -10,7 +10,6 @@ from typing import Any, Self
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, RANKERS, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
-from quire.model_files.gguf_model import describe
 from quire.runtime.settings import ConfigurationError
 
 _QWEN_2_VL = {
@@ -162,6 +161,8 @@ class ModelDirectory:
 
     @classmethod
     def _of_gguf(cls, path: Path) -> Self:
+        from quire.model_files.gguf_model import describe
+
         described = describe(GgufHeader.read(path))
         return cls(
             path=path,

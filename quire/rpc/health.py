@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any, cast
 
 import grpc
@@ -108,9 +109,14 @@ class _Pool:
             return found.file
 
 
+@cache
+def _reflected_pool() -> DescriptorPool:
+    return cast(DescriptorPool, _Pool(descriptor_pool.Default()))
+
+
 def add_reflection(service_names: Sequence[str], server: grpc.aio.Server) -> None:
     """Server reflection of these services and of itself, by either version of the protocol."""
-    pool = cast(DescriptorPool, _Pool(descriptor_pool.Default()))
+    pool = _reflected_pool()
     names = (*service_names, *REFLECTION_SERVICES)
     reflection.enable_server_reflection(names, server, pool=pool)
     servicer = reflection.aio.ReflectionServicer(names, pool=pool)
