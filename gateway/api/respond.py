@@ -25,7 +25,16 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.answers import OPENAI, Dialect, HttpError, StreamedResponse, WholeResponse, error_answer, json_pieces
+from gateway.api.answers import (
+    OPENAI,
+    Dialect,
+    HttpError,
+    LazyList,
+    StreamedResponse,
+    WholeResponse,
+    error_answer,
+    json_pieces,
+)
 from gateway.api.direct import DirectEvents, writes_directly
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
@@ -138,7 +147,7 @@ class Shaper(Protocol):
     `position` is the index of a request in the call.
     """
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
         """The whole answer. `results` has one entry per request."""
         ...
 

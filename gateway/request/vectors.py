@@ -33,7 +33,8 @@ class VectorCall:
     """The fields of a call that hold for all of its texts.
 
     Attributes:
-        truncate: Whether a text that is too long is cut at its end; else it is refused.
+        truncate: Whether a text that is too long is cut; else it is refused.
+        cuts_start: Whether it is cut at its beginning, not at its end.
         dimensions: The number of first numbers of each vector to return, scaled to the length 1; None returns all.
         prompt_name: The prompt of the model that is put before each text; None puts the model's default.
     """
@@ -42,6 +43,7 @@ class VectorCall:
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     truncate: bool = False
+    cuts_start: bool = False
     dimensions: int | None = None
     prompt_name: str | None = None
 
@@ -55,7 +57,7 @@ class VectorCall:
             priority=self.priority,
             priority_sign=self.priority_sign,
             kind=kind,
-            cuts_text=self.truncate,
+            cuts_text=("start" if self.cuts_start else "end") if self.truncate else None,
         )
 
 

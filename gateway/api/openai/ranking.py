@@ -11,6 +11,7 @@ from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
+from gateway.api.openai.cohere import Meta, meta_of
 from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper
 from gateway.api.respond import Call
 from gateway.replicas.live import LiveRequest
@@ -39,14 +40,16 @@ class TextDocument(Part):
     text: str
 
 
-class _RankingBody(Body):
+class RankingBody(Body):
+    """The common fields of both calls."""
+
     unread: ClassVar[Unread] = field_rule.RANKING
 
     truncate: bool | None = None
     priority: int | None = None
 
 
-class RerankBody(_RankingBody):
+class RerankBody(RankingBody):
     """Documents to put in order. `truncate` and `priority` are extensions."""
 
     api: ClassVar[str] = "rerank"
@@ -61,7 +64,7 @@ class RerankBody(_RankingBody):
         check_top_n(violations, self.top_n)
 
 
-class ScoreBody(_RankingBody):
+class ScoreBody(RankingBody):
     """Pairs of texts to score: one first text with each second one, or as many of both."""
 
     api: ClassVar[str] = "score"
@@ -85,6 +88,7 @@ class Reranked(TypedDict):
     model: str
     results: Iterable[RankedDocument]
     usage: EmbeddingsUsage
+    meta: NotRequired[Meta]
 
 
 class Score(TypedDict):
@@ -102,10 +106,10 @@ class Scores(TypedDict):
     usage: EmbeddingsUsage
 
 
-BodyType = TypeVar("BodyType", bound=_RankingBody)
+BodyType = TypeVar("BodyType", bound=RankingBody)
 
 
-class _PairsCall(Call, Generic[BodyType]):
+class PairsCall(Call, Generic[BodyType]):
     """Each pair of texts is a request of its own."""
 
     streams = False
@@ -128,7 +132,7 @@ class _PairsCall(Call, Generic[BodyType]):
         return _PairsShaper(self)
 
     @abstractmethod
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any] | LazyList[Any]:
         """The answer, from its first fields and the score of each pair."""
 
     def head(self, num_tokens: int) -> Mapping[str, Any]:
@@ -136,7 +140,13 @@ class _PairsCall(Call, Generic[BodyType]):
         return {"id": self.id, "object": "list", "model": self.model, "usage": usage}
 
 
-class RerankCall(_PairsCall[RerankBody]):
+class RerankCall(PairsCall[RerankBody]):
+    """With the field `meta` if the call has Cohere's form."""
+
+    def __init__(self, body: RerankBody, model: str, *, is_cohere: bool = False) -> None:
+        super().__init__(body, model)
+        self._meta = {"meta": meta_of({"search_units": 1})} if is_cohere else {}
+
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.body.query, _text_of(each)) for each in self.body.documents]
@@ -152,10 +162,10 @@ class RerankCall(_PairsCall[RerankBody]):
                 ranked["document"] = {"text": _text_of(self.body.documents[index])}
             return ranked
 
-        return {**head, "results": LazyList(lambda: map(entry, best_first(scores, self.body.top_n)))}
+        return {**head, **self._meta, "results": LazyList(lambda: map(entry, best_first(scores, self.body.top_n)))}
 
 
-class ScoreCall(_PairsCall[ScoreBody]):
+class ScoreCall(PairsCall[ScoreBody]):
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         return paired(_as_list(self.body.text_1), _as_list(self.body.text_2))
@@ -174,10 +184,10 @@ class ScoreCall(_PairsCall[ScoreBody]):
 class _PairsShaper(WholeShaper):
     """Writes the answer."""
 
-    def __init__(self, call: _PairsCall[Any]) -> None:
+    def __init__(self, call: PairsCall[Any]) -> None:
         self._call = call
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
         found = Vectors.of(self._call.model, results)
         return self._call.answer(self._call.head(sum(found.num_tokens)), found.scores)
 

@@ -1,6 +1,7 @@
 """Vectors and scores over gRPC and KServe, by clients and commands, from a scheduler that makes them of token ids."""
 
 import asyncio
+import base64
 import io
 import json
 import sys
@@ -12,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
+from huggingface_hub import InferenceClient
 
 from gateway.api.grpc.embedding_servicer import MAX_RUNNING_TEXTS
 from gateway.api.kserve.inference import bytes_of
@@ -252,6 +254,91 @@ async def test_tensors_of_vectors_over_http_and_their_metadata(embedder, ranker)
         refused = await http.post(f"/v2/models/tiny/{path}", json=body)
         assert refused.status_code in (400, 501)
         assert message in refused.json()["error"]
+
+
+async def test_coheres_form_has_the_same_vectors_in_each_format(embedder, scheduler) -> None:
+    rig, texts = embedder[1], ["the cat", "a dog", LONG]
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    body = {"texts": texts, "input_type": "search_query", "embedding_types": types}
+    answer = (await rig.http.post("/v2/embed", json=body)).json()
+    expected = await over_http(rig, input=texts, prompt_name="query", truncate=True)
+    found = answer["embeddings"]
+    assert list(found) == types
+    np.testing.assert_array_equal(np.array(found["float"], np.float32), expected)
+    assert np.frombuffer(base64.b64decode(found["base64"][1]), "<f4").tolist() == found["float"][1]
+    assert np.abs(np.array(found["int8"]) - 127 * expected / expected.max(axis=1, keepdims=True)).max() <= 0.5
+    assert (np.array(found["uint8"]) - 128).tolist() == found["int8"]
+    assert found["ubinary"] == np.packbits(expected > 0, axis=1).tolist()
+    assert (np.array(found["ubinary"]) - 128).tolist() == found["binary"]
+    assert answer["meta"]["billed_units"] == {
+        "input_tokens": sum(len(each.prompt_token_ids) // 4 for each in scheduler.submits[:3])
+    }
+    begins, ends = (np.frombuffer(each.prompt_token_ids, np.int32) for each in scheduler.submits[:3:2])
+    assert (begins[0], begins[-1]) == (ends[0], ends[-1])
+    scheduler.submits.clear()
+    short = (await rig.http.post("/v2/embed", json={"texts": ["big " + LONG], "truncate": "START"})).json()
+    (cut,) = (np.frombuffer(each.prompt_token_ids, np.int32) for each in scheduler.submits)
+    of_end = await over_http(rig, input=cut.tolist())
+    np.testing.assert_array_equal(np.array(short["embeddings"]["float"], np.float32), of_end)
+    assert (len(cut), cut[0], cut[-1]) == (len(ends), ends[0], ends[-1])
+    assert len((await over_http(rig, input=[cut.tolist()], dimensions=8))[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v2/embed", {"texts": []}, "texts is empty; it must have at least one text"),
+        ("/v2/embed", {"texts": ["a"], "input_type": "image"}, "input_type"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "int4"]}, "embedding_types[1]"),
+        (
+            "/v2/embed",
+            {"texts": ["a"], "output_dimension": 49},
+            "output_dimension is 49; vectors of",
+        ),
+        (
+            "/v2/embed",
+            {"texts": ["a"], "output_dimension": 9, "embedding_types": ["binary"]},
+            "packs 8 numbers into one",
+        ),
+        ("/v2/embed", {"texts": ["a", LONG], "truncate": "NONE"}, "texts[1] has"),
+        ("/v2/embed", {"images": ["data:"], "texts": ["a"]}, "images"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 5}, "; shorten the texts"),
+        ("/embed", {"inputs": [], "normalize": True}, "inputs is empty"),
+        ("/embed", {"inputs": ["a", LONG]}, "inputs[1] has"),
+        ("/embed", {"inputs": 5}, "a string or a list of strings"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences is empty"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["a", LONG]}}, "inputs.sentences[1] has"),
+        ("/rerank", {"query": "a", "texts": ["a"]}, "wrong_kind_of_model"),
+    ],
+)
+async def test_other_forms_name_what_has_no_vector(embedder, scheduler, path: str, body: dict, message: str) -> None:
+    response = await embedder[1].http.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert message in f"{error['message']} {error['code']}"
+    assert not scheduler.submits
+
+
+async def test_the_client_of_hugging_face_gets_vectors_similarities_and_ranks(embedder, ranker, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    url = embedder[1].http_url
+    embeds, compares = InferenceClient(f"{url}/embed"), InferenceClient(f"{url}/similarity")
+    vectors = await asyncio.to_thread(embeds.feature_extraction, "the cat", truncate=True, truncation_direction="left")
+    expected = await over_http(embedder[1], input=["the cat", "a dog"])
+    scaled = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors, scaled[:1], rtol=1e-6)
+    cosines = await asyncio.to_thread(compares.sentence_similarity, "the cat", other_sentences=["the cat", "a dog"])
+    np.testing.assert_allclose(cosines, [1, scaled[0] @ scaled[1]], rtol=1e-6)
+    raw = (await embedder[1].http.post("/embed", json={"inputs": ["a dog"], "normalize": False})).json()
+    np.testing.assert_array_equal(np.array(raw, np.float32), expected[1:])
+    body = {"query": "cat", "texts": DOCUMENTS, "return_text": True}
+    ranks = (await ranker[1].http.post("/rerank", json=body)).json()
+    ours = (await ranker[1].http.post("/v2/rerank", json={"query": "cat", "documents": DOCUMENTS})).json()
+    assert ranks == [
+        {"index": each["index"], "score": each["relevance_score"], "text": DOCUMENTS[each["index"]]}
+        for each in ours["results"]
+    ]
+    assert ours["meta"] == {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
 
 
 async def test_python_clients_and_commands_give_the_same(
