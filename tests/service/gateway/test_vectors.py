@@ -5,7 +5,7 @@ import base64
 import io
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,20 @@ async def test_python_clients_and_commands_give_the_same(
         with pytest.raises(InvalidArgument, match=r"texts\[1\] is \[-1\]"):
             await client.embed([[2], [-1]])
 
+        async def batches(*sizes: int) -> AsyncIterator[list[str]]:
+            for begin, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+                yield texts[begin : begin + size]
+
+        parts = [part async for part in client.embed_stream(batches(5, 200, 95), prompt_name="query", dimensions=7)]
+        np.testing.assert_array_equal([vector for part in parts for vector in part.vectors], expected)
+        answers = client.embed_stream([texts[:5], [LONG]])
+        assert len((await anext(answers)).vectors) == 5
+        with pytest.raises(InvalidArgument, match=r"texts\[5\] has"):
+            await anext(answers)
+        async for _ in client.embed_stream(["a"] * 10_000):
+            break
+        await scheduler.until(lambda: not scheduler.live)
+
     def command(*words: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         status = main(words)
@@ -372,6 +386,19 @@ async def test_python_clients_and_commands_give_the_same(
         assert command("rerank", "cat")[2] == "quire rerank: error: stdin holds no text\n"
 
     def embed() -> None:
+        def failing() -> Iterator[list[str]]:
+            yield texts[:3]
+            raise KeyError("no fourth")
+
+        with Client(embedder[1].gateway.grpc_address) as client:
+            parts = [*client.embed_stream(iter([texts[:3], texts[3:]]), prompt_name="query", dimensions=7, timeout_s=9)]
+            np.testing.assert_array_equal([vector for part in parts for vector in part.vectors], expected)
+            answers = client.embed_stream(failing())
+            assert len(next(answers).vectors) == 3
+            with pytest.raises(KeyError, match="no fourth"):
+                next(answers)
+            with pytest.raises(InvalidArgument, match=r"texts\[0\] is \[-1\]"):
+                next(client.embed_stream([[[-1]]]))
         monkeypatch.setenv("QUIRE_ADDRESS", embedder[1].gateway.grpc_address)
         flags = ("--prompt-name=query", "--dimensions=7")
         status, out, _ = command("embed", *flags, "--file=-", stdin="\n".join(texts))
