@@ -196,6 +196,10 @@ class Call(ABC):
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
         """The writer of the answer. Called after the requests have started."""
 
+    async def results(self, live: Sequence[LiveRequest]) -> list[Result]:
+        """The results of all requests. Raises QuireError if one of them failed."""
+        return await results_of(live)
+
     async def keep(self) -> None:
         """Stores the answer if required. Called after it was written, and before its end is sent."""
         return
@@ -233,7 +237,7 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
     with renaming(lambda: call.names(0)), generator.call_memory(IN_PIECES) as memory:
         async with _running(generator, call, requests, memory) as live:
             shaper = await call.shaper(generator, live)
-            results = await results_of(live)
+            results = await call.results(live)
         memory.raise_if_ended()
         writer = asyncio.current_task()
         assert writer is not None

@@ -13,11 +13,9 @@ from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Unread
 from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
-from gateway.api.openai.embeddings import WholeShaper
-from gateway.api.respond import Call
-from gateway.replicas.live import LiveRequest
+from gateway.api.openai.embeddings import VectorsCall
 from gateway.request.generator import Generator, Result
-from gateway.request.vectors import VectorCall, Vectors, check_count, new_call_id, requests_for_texts
+from gateway.request.vectors import VectorCall, Vectors, check_count, requests_for_texts
 from gateway.request.violations import Violations
 from gateway.types import ModelKind, RequestOptions
 from quire.rpc.errors import invalid_field
@@ -72,17 +70,11 @@ def meta_of(units: BilledUnits) -> Meta:
     return {"api_version": {"version": "2"}, "billed_units": units}
 
 
-class EmbedCall(Call):
-    """Each text is a request of its own."""
-
-    streams = False
-
-    def __init__(self, body: EmbedBody, model: str) -> None:
-        self.id = new_call_id("embed")
-        self._body, self._model = body, model
+class EmbedCall(VectorsCall[EmbedBody]):
+    """Cohere's call."""
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        body, files = self._body, generator.model.embedding
+        body, files = self.body, generator.model.embedding
         prompts = {} if files is None else files.prompts
         call = VectorCall(
             body.model,
@@ -103,30 +95,23 @@ class EmbedCall(Call):
             raise invalid_field("embedding_types", numbers)
         return requests
 
+    def field(self, position: int) -> str:
+        return f"texts[{position}]"
+
     def names(self, position: int) -> Names:
-        field = f"texts[{position}]"
-        return Names({"prompt": field, "text": field, "token_ids": field, "dimensions": "output_dimension"})
+        names = super().names(position)
+        return Names({**names.begins, "dimensions": "output_dimension"})
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "EmbedShaper":
-        return EmbedShaper(self.id, self._body, self._model)
-
-
-class EmbedShaper(WholeShaper):
-    """Writes the answer."""
-
-    def __init__(self, call_id: str, body: EmbedBody, model: str) -> None:
-        self._id, self._body, self._model = call_id, body, model
-
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        found = Vectors.of(self._model, results, self._body.output_dimension)
+    def answer(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        found = Vectors.of(self.model, results, self.body.output_dimension)
         answer: Embedded = {
-            "id": self._id,
+            "id": self.id,
             "response_type": "embeddings_by_type",
             "embeddings": {
                 each: LazyList(lambda write=_WRITERS[each]: map(write, found.vectors))
-                for each in dict.fromkeys(self._body.embedding_types or ("float",))
+                for each in dict.fromkeys(self.body.embedding_types or ("float",))
             },
-            "texts": self._body.texts,
+            "texts": self.body.texts,
             "meta": meta_of({"input_tokens": sum(found.num_tokens)}),
         }
         return answer

@@ -2,19 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeVar, cast
+from typing import Any, ClassVar, Literal, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict
 
 from gateway.api import field_rule
 from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
-from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
 from gateway.api.openai.cohere import Meta, meta_of
-from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper
-from gateway.api.respond import Call
-from gateway.replicas.live import LiveRequest
+from gateway.api.openai.embeddings import EmbeddingsUsage, VectorsCall
 from gateway.request.generator import Generator, Result
 from gateway.request.vectors import (
     VectorCall,
@@ -23,7 +20,6 @@ from gateway.request.vectors import (
     check_count,
     check_pairs,
     check_top_n,
-    new_call_id,
     paired,
     requests_for_pairs,
 )
@@ -109,14 +105,8 @@ class Scores(TypedDict):
 BodyType = TypeVar("BodyType", bound=RankingBody)
 
 
-class PairsCall(Call, Generic[BodyType]):
-    """Each pair of texts is a request of its own."""
-
-    streams = False
-
-    def __init__(self, body: BodyType, model: str) -> None:
-        self.id = new_call_id(body.api)
-        self.body, self.model = body, model
+class PairsCall(VectorsCall[BodyType]):
+    """A call whose pairs of texts are requests of their own."""
 
     @property
     @abstractmethod
@@ -128,16 +118,15 @@ class PairsCall(Call, Generic[BodyType]):
         call = VectorCall(body.model, body.priority, priority_sign=-1, truncate=bool(body.truncate))
         return await requests_for_pairs(generator, self.pairs, call)
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "_PairsShaper":
-        return _PairsShaper(self)
-
     @abstractmethod
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any] | LazyList[Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any] | LazyList[Any]:
         """The answer, from its first fields and the score of each pair."""
 
-    def head(self, num_tokens: int) -> Mapping[str, Any]:
+    def answer(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
+        found = Vectors.of(self.model, results)
+        num_tokens = sum(found.num_tokens)
         usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"id": self.id, "object": "list", "model": self.model, "usage": usage}
+        return self.scored({"id": self.id, "object": "list", "model": self.model, "usage": usage}, found.scores)
 
 
 class RerankCall(PairsCall[RerankBody]):
@@ -151,11 +140,10 @@ class RerankCall(PairsCall[RerankBody]):
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.body.query, _text_of(each)) for each in self.body.documents]
 
-    def names(self, position: int) -> Names:
-        field = f"documents[{position}]"
-        return Names({"prompt": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        return f"documents[{position}]"
 
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
         def entry(index: int) -> RankedDocument:
             ranked: RankedDocument = {"index": index, "relevance_score": scores[index]}
             if self.body.return_documents:
@@ -170,26 +158,14 @@ class ScoreCall(PairsCall[ScoreBody]):
     def pairs(self) -> Sequence[tuple[str, str]]:
         return paired(_as_list(self.body.text_1), _as_list(self.body.text_2))
 
-    def names(self, position: int) -> Names:
-        field = "text_2" if isinstance(self.body.text_2, str) else f"text_2[{position}]"
-        return Names({"prompt": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        return "text_2" if isinstance(self.body.text_2, str) else f"text_2[{position}]"
 
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
         def entry(index: int) -> Score:
             return {"object": "score", "index": index, "score": scores[index]}
 
         return {**head, "created": int(clock.unix_s()), "data": LazyList(lambda: map(entry, range(len(scores))))}
-
-
-class _PairsShaper(WholeShaper):
-    """Writes the answer."""
-
-    def __init__(self, call: PairsCall[Any]) -> None:
-        self._call = call
-
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
-        found = Vectors.of(self._call.model, results)
-        return self._call.answer(self._call.head(sum(found.num_tokens)), found.scores)
 
 
 def _text_of(document: str | TextDocument) -> str:

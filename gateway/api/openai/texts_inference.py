@@ -9,14 +9,11 @@ from numpy.typing import NDArray
 from gateway.api import field_rule
 from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
-from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
-from gateway.api.openai.embeddings import WholeShaper
+from gateway.api.openai.embeddings import VectorsCall
 from gateway.api.openai.ranking import PairsCall, RankingBody
-from gateway.api.respond import Call
-from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator, Result
-from gateway.request.vectors import VectorCall, Vectors, best_first, check_count, new_call_id, requests_for_texts
+from gateway.request.vectors import VectorCall, Vectors, best_first, check_count, requests_for_texts
 from gateway.request.violations import Violations
 from gateway.types import RequestOptions
 
@@ -79,17 +76,11 @@ class TextsRankBody(RankingBody):
         check_count(violations, "texts", len(self.texts), "text")
 
 
-class TextsCall(Call):
-    """Each text is a request of its own. The answer is a list of vectors, or of cosines."""
-
-    streams = False
-
-    def __init__(self, body: TextsBody | SimilarityBody, model: str) -> None:
-        self.id = new_call_id(body.api)
-        self._body, self._model = body, model
+class TextsCall(VectorsCall[TextsBody | SimilarityBody]):
+    """The answer is a list of vectors, or of cosines."""
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        body = self._body
+        body = self.body
         if isinstance(body, SimilarityBody):
             texts = [body.inputs.source_sentence, *body.inputs.sentences]
             return requests_for_texts(generator, texts, VectorCall(body.model))
@@ -102,28 +93,14 @@ class TextsCall(Call):
         )
         return requests_for_texts(generator, [body.inputs] if isinstance(body.inputs, str) else body.inputs, call)
 
-    def names(self, position: int) -> Names:
-        if isinstance(self._body, SimilarityBody):
-            field = f"inputs.sentences[{position - 1}]" if position else "inputs.source_sentence"
-        else:
-            field = "inputs" if isinstance(self._body.inputs, str) else f"inputs[{position}]"
-        return Names({"prompt": field, "text": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        if isinstance(self.body, SimilarityBody):
+            return f"inputs.sentences[{position - 1}]" if position else "inputs.source_sentence"
+        return "inputs" if isinstance(self.body.inputs, str) else f"inputs[{position}]"
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "TextsShaper":
-        return TextsShaper(self._body, self._model)
-
-
-class TextsShaper(WholeShaper):
-    """Writes the answer."""
-
-    def __init__(self, body: TextsBody | SimilarityBody, model: str) -> None:
-        self._body, self._model = body, model
-
-    def whole(self, results: Sequence[Result]) -> LazyList[Any]:
-        body = self._body
-        vectors = Vectors.of(
-            self._model, results, None if isinstance(body, SimilarityBody) else body.dimensions
-        ).vectors
+    def answer(self, results: Sequence[Result]) -> LazyList[Any]:
+        body = self.body
+        vectors = Vectors.of(self.model, results, None if isinstance(body, SimilarityBody) else body.dimensions).vectors
         if isinstance(body, SimilarityBody):
             source, *others = map(_scaled, vectors)
             return LazyList(lambda: [float(source @ other) for other in others])
@@ -138,11 +115,10 @@ class TextsRankCall(PairsCall[TextsRankBody]):
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.body.query, each) for each in self.body.texts]
 
-    def names(self, position: int) -> Names:
-        field = f"texts[{position}]"
-        return Names({"prompt": field, "text": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        return f"texts[{position}]"
 
-    def answer(self, head: Any, scores: Sequence[float]) -> LazyList[Any]:
+    def scored(self, head: Any, scores: Sequence[float]) -> LazyList[Any]:
         def entries() -> Iterable[Any]:
             for index in best_first(scores, None):
                 shown: Any = {"text": self.body.texts[index]} if self.body.return_text else {}

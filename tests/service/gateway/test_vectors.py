@@ -21,7 +21,7 @@ from quire.client import AsyncClient, Client
 from quire.gateway.v1 import embedding_pb2 as pb
 from quire.gateway.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from quire.inference import open_inference_pb2 as kserve
-from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unimplemented
+from quire.rpc.errors import Internal, InvalidArgument, QuireError, ResourceExhausted, Unimplemented
 from quire.scheduler.v1 import scheduler_pb2
 from quire_cli.main import main
 from tests.support.fake_scheduler import FakeScheduler
@@ -147,6 +147,41 @@ async def test_a_full_queue_makes_a_stream_wait_and_refuses_one_call(scheduler, 
     scheduler.refusal.extend([full] * 3)
     found = [each async for each in stub.EmbedStream(iter(batches(2)), timeout=60)]
     assert len(found[0].embeddings) == 2
+
+
+async def test_texts_whose_vectors_are_not_finite_are_named_and_harm_no_other(embedder, scheduler, stub) -> None:
+    texts = [f"cat {'dog ' * place}" for place in range(12)]
+    expected = await over_http(embedder[1], input=texts)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: embedder[1].http.post("/v1/embeddings", json={"input": texts}), "input"),
+        (lambda: embedder[1].http.post("/v2/embed", json={"texts": texts}), "texts"),
+        (lambda: error_of(stub.Embed(pb.EmbedRequest(texts=texts))), "texts"),
+    ]
+    for call, field in calls:
+        scheduler.submits.clear()
+        scheduler.emits.clear()
+        answer = asyncio.create_task(call())
+        other = asyncio.create_task(over_http(embedder[1], input=texts[:2]))
+        await scheduler.until(lambda: len(scheduler.submits) == 14)
+        bad = [
+            handle for handle, each in scheduler.live.items() if len(each.submit.prompt_token_ids) in (4 * 6, 4 * 10)
+        ]
+        for handle in bad:
+            scheduler.fail(handle, code=13, reason="NON_FINITE_LOGITS", message="holds NaN")
+        scheduler.emits.set()
+        failed = await answer
+        message = f"the vector of {field}[3], {field}[7], or its score, holds NaN or infinity (2 of 12 texts)"
+        if isinstance(failed, Internal):
+            assert (failed.reason, [each.field for each in failed.violations]) == (
+                "NON_FINITE_VECTOR",
+                [f"{field}[3]", f"{field}[7]"],
+            )
+            assert message in failed.message
+        else:
+            error = failed.json()["error"]
+            assert (failed.status_code, error["code"], error["param"]) == (500, "non_finite_vector", f"{field}[3]")
+            assert message in error["message"]
+        np.testing.assert_array_equal(await other, expected[:2])
 
 
 async def test_documents_are_ranked_and_pairs_scored(ranker) -> None:
