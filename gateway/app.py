@@ -402,6 +402,8 @@ class _GeneratorMaker:
             reasoning_format=settings.reasoning_parser,
             takes_templates=settings.request_chat_templates,
             pooling=settings.pooling,
+            score_tokens=settings.score_tokens,
+            score_template=settings.score_template,
         )
         metrics = self.metrics.of_model(model.name)
         ledger = self.last = Ledger(max_chunk_tokens=settings.max_chunk_tokens, other=self.last)

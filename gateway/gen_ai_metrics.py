@@ -6,14 +6,17 @@ names.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from opentelemetry.metrics import Meter
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from gateway.replicas.events import Usage
 from gateway.replicas.live import LiveRequest
 from quire.service.histograms import Distribution, histogram_family
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ _OWN = {_DURATION: "error.type", _TOKENS: "gen_ai.token.type"}
 class GenAiMetrics(Collector):
     """The histograms of all models. They are on /metrics if they are registered there."""
 
-    def __init__(self, sink: tuple[Meter, Callable[[], None]] | None) -> None:
+    def __init__(self, sink: tuple["Meter", Callable[[], None]] | None) -> None:
         """Each observation is also given to the meter of `sink`, if there is one; `close` calls its function."""
         meter, self.close = sink or (None, lambda: None)
         self._series: dict[tuple[_Histogram, tuple[str, ...]], Distribution] = {}

@@ -29,6 +29,8 @@ FLAGS_OF_MODELS = (
     "served_model_name",
     "served_model_aliases",
     "pooling",
+    "score_tokens",
+    "score_template",
     "tool_call_parser",
     "reasoning_parser",
     "request_chat_templates",
@@ -179,6 +181,12 @@ class FormatFlags(ServiceFlags):
         False,
         "render a chat with the chat_template of its request, if it has one; a template is a program, which runs in a "
         "separate process with at most 2 s of CPU time and 256 MiB",
+    )
+    score_template: Path | None = setting(
+        None,
+        "file with the Jinja template of a model that ranks, in place of its chat template; it gets a message of the "
+        "role query and one of the role document",
+        metavar="FILE",
     )
     strict_fields: bool = setting(
         False, "reject requests with unknown fields; by default these fields are ignored, and named in the answer"

@@ -135,7 +135,7 @@ class RequestOptions:
     is_steady: bool = False
     kind: ModelKind = ModelKind.TEXT
     """The kind of the answer."""
-    cuts_text: bool = False
+    cuts_text: Literal["start", "end"] | None = None
     """A text that is too long is cut at its end; the special tokens behind it are kept."""
     continue_from: Sequence[HeldSequence] = ()
     """The output of an earlier request: one entry per sequence, or empty."""
@@ -144,7 +144,7 @@ class RequestOptions:
     def is_truncated(self) -> bool:
         """Whether a prompt that is too long is truncated."""
         drops_turns = isinstance(self.prompt, ChatPrompt) and self.prompt.drops_turns
-        return drops_turns or self.truncate_prompt_tokens is not None or self.cuts_text
+        return drops_turns or self.truncate_prompt_tokens is not None or self.cuts_text is not None
 
     def asked(self, path: str) -> Any:
         """The value that the caller wrote for a field, for example of "sampling.top_p"; None if it is absent."""

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from quire.rpc.errors import QuireError, Unavailable
-from quire.rpc.process import CONFIGURATION_EXIT_STATUS, missing_package, report_configuration_error
+from quire.rpc.process import (
+    CONFIGURATION_EXIT_STATUS,
+    imports_that_stay,
+    missing_package,
+    report_configuration_error,
+)
 from quire.runtime.settings import ConfigurationError
 from quire.version import VERSION
 
@@ -169,7 +174,9 @@ def _run(name: str, arguments: Sequence[str]) -> int:
         case _:
             command = COMMANDS[name]
     try:
-        return getattr(importlib.import_module(command.module), command.function)(arguments)
+        with imports_that_stay():
+            module = importlib.import_module(command.module)
+        return getattr(module, command.function)(arguments)
     except SystemExit:
         # argparse has printed the help; its errors are raised as ConfigurationErrors.
         return 0

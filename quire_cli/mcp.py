@@ -75,10 +75,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         address = parse_address(flags.http)
-    except ValueError as error:
-        raise ConfigurationError(f"--http: {error}") from error
-    if not isinstance(address, TcpAddress):
-        raise ConfigurationError(f'--http is "{flags.http}"; it must be HOST:PORT')
+    except ConfigurationError:
+        address = None
+    if not isinstance(address, TcpAddress) or address.port == 0:
+        raise ConfigurationError(f'--http is "{flags.http}"; it must be HOST:PORT, with a port from 1 to 65535')
     if flags.api_key is not None:
         raise ConfigurationError("an API key is given with --http, where callers show their own; leave it out")
     server = make_server(flags, lambda: _of_caller(flags), None if _is_open(flags) else _Keys(flags), flags.http)

@@ -29,8 +29,8 @@ _REPLACEMENTS = tuple(
         (r"\basync (def|with|for)\b", r"\1"),
         (r"\bawait ", ""),
         (r"\bStopAsyncIteration\b", "StopIteration"),
-        (r"\bAsync(Client|Stream|Event|Iterator)\b", r"\1"),
-        (r"\basync_(call|canceller|next_response|was_accepted)\b", r"\1"),
+        (r"\bAsync(Batches|Client|Stream|Event|Iterator)\b", r"\1"),
+        (r"\basync_(call|canceller|next_response|requests_of|was_accepted)\b", r"\1"),
         (r"\b__a(enter|exit|iter|next)__\b", r"__\1__"),
     )
 )

@@ -94,7 +94,7 @@ def build_worker(
     log_what_is_not_served(directory)
     if device.type == "cpu":
         check_weights_fit(directory, dtype, settings)
-    files = vector_files(directory, settings.pooling)
+    files = vector_files(directory, settings.pooling, settings.score_tokens)
     if files is not None and directory.architecture in (ENCODERS | RANKERS):
         worker = make_encoder_worker(
             directory, files, settings, device_loop, device=device, dtype=dtype, ranks=ranks, report=report

@@ -263,8 +263,8 @@ class LazyList(Iterable[Entry]):
         return iter(self._make())
 
 
-def json_pieces(answer: Mapping[str, Any]) -> Iterator[bytes]:
-    """An object as JSON, in pieces of about 32 KiB. Each takes a few milliseconds."""
+def json_pieces(answer: Mapping[str, Any] | LazyList[Any]) -> Iterator[bytes]:
+    """An object or a list as JSON, in pieces of about 32 KiB. Each takes a few milliseconds."""
     parts: list[str] = []
     size = 0
     for part in _parts(answer):

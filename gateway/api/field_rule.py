@@ -103,6 +103,13 @@ _GENERATION = Unread(
     generates=True,
 )
 EMBEDDINGS = Unread(frozenset({*_LABELS, *_SERVING}), {"input_type": ()}, {"input_type": "; use prompt_name"})
+# Cohere's, and text-embeddings-inference's.
+COHERE_EMBED = Unread(
+    frozenset(_LABELS),
+    {"images": ([],), "inputs": ([],), "max_tokens": ()},
+    {"inputs": "; use texts", "max_tokens": "; shorten the texts"},
+)
+TEXTS_INFERENCE = Unread(frozenset({"parameters"}), {"raw_scores": (False,)})
 RANKING = Unread(frozenset({*_LABELS, *_SERVING}), {"rank_fields": ([], ["text"]), "max_chunks_per_doc": ()})
 CHAT = _GENERATION.plus(suffix=("",))
 COMPLETION = _GENERATION.plus(

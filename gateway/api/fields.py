@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, to_json
 
 from gateway.api.body import BodyLimits, load_json, validated
@@ -19,6 +19,8 @@ from quire.gateway.v1.generation_pb2 import Tool, ToolCall, ToolChoiceMode
 
 BodyType = TypeVar("BodyType", bound="ParsedBody")
 _ENTRIES_AT_ONCE = 512
+AT_FIRST_USE = ConfigDict(defer_build=True)
+"""The configuration of a `TypeAdapter` that is built when it is first used, not when its module is imported."""
 ONLY_STREAMS = "is true; it has an effect only if stream is true"
 """The violation of `durable` without a stream."""
 Salt = Annotated[str, Field(min_length=1, max_length=256)]

@@ -25,7 +25,16 @@ from pydantic_core import from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.answers import OPENAI, Dialect, HttpError, StreamedResponse, WholeResponse, error_answer, json_pieces
+from gateway.api.answers import (
+    OPENAI,
+    Dialect,
+    HttpError,
+    LazyList,
+    StreamedResponse,
+    WholeResponse,
+    error_answer,
+    json_pieces,
+)
 from gateway.api.direct import DirectEvents, writes_directly
 from gateway.replicas.events import Chunk, Completed, Finished, Usage
 from gateway.replicas.live import LiveRequest
@@ -138,7 +147,7 @@ class Shaper(Protocol):
     `position` is the index of a request in the call.
     """
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
         """The whole answer. `results` has one entry per request."""
         ...
 
@@ -187,6 +196,10 @@ class Call(ABC):
     async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> Shaper:
         """The writer of the answer. Called after the requests have started."""
 
+    async def results(self, live: Sequence[LiveRequest]) -> list[Result]:
+        """The results of all requests. Raises QuireError if one of them failed."""
+        return await results_of(live)
+
     async def keep(self) -> None:
         """Stores the answer if required. Called after it was written, and before its end is sent."""
         return
@@ -224,7 +237,7 @@ async def _whole(generator: Generator, call: Call, priority: int | None = None) 
     with renaming(lambda: call.names(0)), generator.call_memory(IN_PIECES) as memory:
         async with _running(generator, call, requests, memory) as live:
             shaper = await call.shaper(generator, live)
-            results = await results_of(live)
+            results = await call.results(live)
         memory.raise_if_ended()
         writer = asyncio.current_task()
         assert writer is not None

@@ -152,7 +152,9 @@ async def _encoded(options: RequestOptions, model: ServedModel, limits: Limits) 
     else:
         encoded = _Encoded(options, *await encode_prompt(options.prompt, model))
     if options.cuts_text and len(encoded.token_ids) > limits.max_prompt_tokens:
-        return replace(encoded, token_ids=_cut(encoded.token_ids, limits.max_prompt_tokens, model))
+        return replace(
+            encoded, token_ids=_cut(encoded.token_ids, limits.max_prompt_tokens, model, options.cuts_text == "start")
+        )
     if (kept := options.truncate_prompt_tokens) is None:
         return encoded
     num_kept, token_ids = limits.max_prompt_tokens if kept == -1 else kept, encoded.token_ids
@@ -160,10 +162,13 @@ async def _encoded(options: RequestOptions, model: ServedModel, limits: Limits) 
     return replace(encoded, token_ids=token_ids)
 
 
-def _cut(token_ids: Sequence[int], length: int, model: ServedModel) -> list[int]:
+def _cut(token_ids: Sequence[int], length: int, model: ServedModel, cuts_start: bool) -> list[int]:
     """The first tokens, with the special tokens that the tokenizer has put behind the text, or what the template of
-    pairs has."""
+    pairs has. With `cuts_start`, the last tokens, with the special tokens in front of the text."""
     special = frozenset(model.tokenizer.special_tokens.values())
+    if cuts_start:
+        front = list(takewhile(special.__contains__, token_ids))[: length - 1]
+        return [*front, *token_ids[len(token_ids) - length + len(front) :]]
     behind = list(takewhile(special.__contains__, reversed(token_ids)))[::-1]
     if model.pairs is not None and model.pairs.ending:
         behind = list(model.pairs.ending)

@@ -1,6 +1,6 @@
 """The served model without its weights: name, tokenizer, chat template, defaults."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -60,7 +60,8 @@ class Pairs:
         if len({*texts}) < len(probes):
             raise ConfigurationError(
                 f"the chat template of {directory.path} does not show messages of the roles query and document, of "
-                "which a model that ranks texts gets one each; a chat_template.jinja that does is needed"
+                "which a model that ranks texts gets one each; a chat_template.jinja that does is needed, or "
+                "--score-template"
             )
         first, *_, last = (tokenizer.encode_now(text) for text in texts)
         ending = common_prefix(first[::-1], last[::-1])[::-1]
@@ -110,9 +111,12 @@ class ServedModel:
         reasoning_format: str | None = None,
         takes_templates: bool = False,
         pooling: str = "auto",
+        score_tokens: Sequence[str] = (),
+        score_template: Path | None = None,
     ) -> Self:
-        """Reads a model directory; `executor` runs long work; `pooling` is as in `vector_files`. With `takes_templates`
-        a chat may have a template of its own. Formats that are not given are detected in the template.
+        """Reads a model directory; `executor` runs long work; `pooling` and `score_tokens` are as in `vector_files`;
+        `score_template` has a template for pairs. With `takes_templates` a chat may have a template of its own. Formats
+        that are not given are detected in the template.
 
         Raises:
             ConfigurationError: something is missing or malformed, in one line.
@@ -126,9 +130,14 @@ class ServedModel:
         texts = special_token_texts(directory.tokenizer_config)
         template, tool_template = (
             None if source is None else model_template(source, texts)
-            for source in (directory.chat_template, directory.tool_chat_template)
+            for source in (_score_template(score_template) or directory.chat_template, directory.tool_chat_template)
         )
-        files, fingerprint = vector_files(directory, pooling), ModelFingerprint.read(directory)
+        files, fingerprint = vector_files(directory, pooling, score_tokens), ModelFingerprint.read(directory)
+        if score_template is not None and not (isinstance(files, RankingFiles) and files.has_template):
+            raise ConfigurationError(
+                f"--score-template is {score_template}, and {directory.path} ranks nothing by a template; "
+                "--score-tokens makes a model that generates text one that does"
+            )
         if files is not None and directory.architecture not in (ENCODERS | RANKERS):
             fingerprint = fingerprint.with_vectors(files)
         chat = Chat(
@@ -157,3 +166,11 @@ class ServedModel:
             vector_size=files.size(hidden_size_of(directory)) if isinstance(files, EmbeddingFiles) else 0,
             pairs=Pairs.open(files, directory, tokenizer, chat) if isinstance(files, RankingFiles) else None,
         )
+
+
+def _score_template(path: Path | None) -> str | None:
+    """Raises ConfigurationError if the file cannot be read."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(f"--score-template {path}: {error}") from error

@@ -3,6 +3,7 @@
 Each text, and each pair, is a request of its own with one token of output, which has no meaning (ADR 92).
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -11,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.replicas.events import Finished
+from gateway.replicas.live import LiveRequest
 from gateway.request.answer_memory import AS_MESSAGE
-from gateway.request.generator import Generator, Result, results_of, running
+from gateway.request.generator import Generator, Result, running
 from gateway.request.limits import MAX_TEXTS
 from gateway.request.violations import Violations, renamed
 from gateway.turns import Turns
 from gateway.types import ModelKind, RequestOptions, TextPrompt, TokenPrompt
 from quire.common.v1.common_pb2 import SamplingParameters, StoppingParameters
-from quire.rpc.errors import InvalidArgument, QuireError, Unavailable, invalid_field
+from quire.rpc.errors import FieldViolation, Internal, InvalidArgument, QuireError, Unavailable, invalid_field
 from quire.runtime import entropy
 
 Names = Callable[[int], Callable[[str], str]]
@@ -33,7 +35,8 @@ class VectorCall:
     """The fields of a call that hold for all of its texts.
 
     Attributes:
-        truncate: Whether a text that is too long is cut at its end; else it is refused.
+        truncate: Whether a text that is too long is cut; else it is refused.
+        cuts_start: Whether it is cut at its beginning, not at its end.
         dimensions: The number of first numbers of each vector to return, scaled to the length 1; None returns all.
         prompt_name: The prompt of the model that is put before each text; None puts the model's default.
     """
@@ -42,6 +45,7 @@ class VectorCall:
     priority: int | None = None
     priority_sign: Literal[1, -1] = 1
     truncate: bool = False
+    cuts_start: bool = False
     dimensions: int | None = None
     prompt_name: str | None = None
 
@@ -55,7 +59,7 @@ class VectorCall:
             priority=self.priority,
             priority_sign=self.priority_sign,
             kind=kind,
-            cuts_text=self.truncate,
+            cuts_text=("start" if self.cuts_start else "end") if self.truncate else None,
         )
 
 
@@ -168,6 +172,41 @@ async def requests_for_pairs(
     return requests
 
 
+async def vector_results(live: Sequence[LiveRequest], field: Callable[[int], str]) -> list[Result]:
+    """Waits for the results of the requests of a call. `field` names the text of a request.
+
+    Raises:
+        Internal: vectors are not finite (NON_FINITE_VECTOR); the error names their texts, so that a caller can send
+            the other ones again.
+        QuireError: a request failed in another way; the others are not waited for.
+    """
+
+    async def result(each: LiveRequest) -> Result | Internal:
+        try:
+            return await each.result()
+        except Internal as error:
+            if error.reason != "NON_FINITE_LOGITS":
+                raise
+            return error
+
+    tasks = [asyncio.create_task(result(each)) for each in live]
+    try:
+        found = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    results = [each for each in found if not isinstance(each, Internal)]
+    if len(results) == len(found):
+        return results
+    failed = [field(place) for place, each in enumerate(found) if isinstance(each, Internal)]
+    raise Internal(
+        f"the vector of {', '.join(failed[:8])}, or its score, holds NaN or infinity ({len(failed):,} of "
+        f"{len(found):,} texts); send the others without them",
+        reason="NON_FINITE_VECTOR",
+        violations=[FieldViolation(name, "has a vector or a score that is not finite") for name in failed],
+    )
+
+
 async def run_vectors(
     generator: Generator, requests: Sequence[RequestOptions], names: Names, call: VectorCall
 ) -> Vectors:
@@ -180,9 +219,13 @@ async def run_vectors(
     def refusal(position: int, error: QuireError) -> QuireError:
         return renamed(error, names(position))
 
+    def field(position: int) -> str:
+        return names(position)("text" if isinstance(requests[position].prompt, TextPrompt) else "token_ids")
+
     with generator.call_memory(AS_MESSAGE) as memory:
         async with running(generator, requests, refusal, memory) as live:
-            return Vectors.of(call.model or generator.model.name, await results_of(live), call.dimensions)
+            results = await vector_results(live, field)
+            return Vectors.of(call.model or generator.model.name, results, call.dimensions)
 
 
 def new_call_id(kind: str) -> str:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
@@ -30,10 +31,12 @@ from quire.client.types import (
     Tokenization,
 )
 from quire.client.waiting import (
+    AsyncBatches,
     AsyncEvent,
     async_call,
     async_canceller,
     async_next_response,
+    async_requests_of,
     async_was_accepted,
     cancelled_once,
     client_closed,
@@ -289,6 +292,38 @@ class AsyncClient:
         fields = {"dimensions": dimensions, "prompt_name": prompt_name, "truncate": truncate, "priority": priority}
         request = convert.to_embed_request(texts, model=model, **fields)
         return await self._ask(self._stubs.embeddings.Embed, request, convert.from_embed_response, timeout_s)
+
+    async def embed_stream(
+        self,
+        batches: AsyncBatches,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        model: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Embeddings]:
+        """The vectors of any number of texts, in their order; batches are read as the server has room for them. If it
+        raises, the vectors that came are good: another call may begin with the next text."""
+        fields = {"dimensions": dimensions, "prompt_name": prompt_name, "truncate": truncate, "priority": priority}
+        make = partial(convert.to_embed_stream_request, model=model, **fields)
+        failures: list[Exception] = []
+        with cancelled_once(self._is_closed):
+            answers = self._stubs.embeddings.EmbedStream(
+                async_requests_of(batches, make, failures), timeout=CallTime.of(timeout_s).left_s()
+            )
+        try:
+            while True:
+                try:
+                    response = await async_next_response(answers)
+                except StopAsyncIteration:
+                    break
+                yield convert.from_embed_response(response)
+        finally:
+            answers.cancel()
+        if failures:
+            raise failures[0]
 
     async def rerank(
         self,

@@ -42,6 +42,7 @@ from quire.client.types import (
     StreamEvent,
     StructuralTag,
     StructuralTags,
+    Texts,
     TokenChunk,
     Tokenization,
     Tool,
@@ -170,7 +171,7 @@ def to_pin_request(
     return request
 
 
-def to_embed_request(texts: str | Sequence[str] | Sequence[Sequence[int]], **fields: Any) -> embedding_pb2.EmbedRequest:
+def to_embed_request(texts: Texts, **fields: Any) -> embedding_pb2.EmbedRequest:
     """Raises as `to_generate_request`."""
     request = embedding_pb2.EmbedRequest()
     if not isinstance(texts, str):
@@ -181,6 +182,11 @@ def to_embed_request(texts: str | Sequence[str] | Sequence[Sequence[int]], **fie
         for position, token_ids in enumerate(texts):
             _put(request.token_ids.add(), "ids", token_ids, f"texts[{position}]")
     return given(request, **fields)
+
+
+def to_embed_stream_request(texts: Texts, **fields: Any) -> embedding_pb2.EmbedStreamRequest:
+    """Raises as `to_generate_request`."""
+    return embedding_pb2.EmbedStreamRequest(batch=to_embed_request(texts, **fields))
 
 
 def given(message: AnyMessage, **values: Any) -> AnyMessage:
@@ -417,7 +423,7 @@ def from_detokenize_response(message: generation_pb2.DetokenizeResponse) -> str:
     return message.text
 
 
-def from_embed_response(message: embedding_pb2.EmbedResponse) -> Embeddings:
+def from_embed_response(message: embedding_pb2.EmbedResponse | embedding_pb2.EmbedStreamResponse) -> Embeddings:
     return _read(Embeddings, message, vectors=tuple(map(_vector, message.embeddings)))
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 from weakref import WeakKeyDictionary
@@ -30,12 +31,14 @@ from quire.client.types import (
     Tokenization,
 )
 from quire.client.waiting import (
+    Batches,
     Event,
     call,
     cancelled_once,
     canceller,
     client_closed,
     next_response,
+    requests_of,
     was_accepted,
 )
 from quire.gateway.v1 import embedding_pb2, generation_pb2, model_pb2, prefix_pb2
@@ -289,6 +292,38 @@ class Client:
         fields = {"dimensions": dimensions, "prompt_name": prompt_name, "truncate": truncate, "priority": priority}
         request = convert.to_embed_request(texts, model=model, **fields)
         return self._ask(self._stubs.embeddings.Embed, request, convert.from_embed_response, timeout_s)
+
+    def embed_stream(
+        self,
+        batches: Batches,
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+        model: str | None = None,
+        priority: int | None = None,
+        timeout_s: float | None = None,
+    ) -> Iterator[Embeddings]:
+        """The vectors of any number of texts, in their order; batches are read as the server has room for them. If it
+        raises, the vectors that came are good: another call may begin with the next text."""
+        fields = {"dimensions": dimensions, "prompt_name": prompt_name, "truncate": truncate, "priority": priority}
+        make = partial(convert.to_embed_stream_request, model=model, **fields)
+        failures: list[Exception] = []
+        with cancelled_once(self._is_closed):
+            answers = self._stubs.embeddings.EmbedStream(
+                requests_of(batches, make, failures), timeout=CallTime.of(timeout_s).left_s()
+            )
+        try:
+            while True:
+                try:
+                    response = next_response(answers)
+                except StopIteration:
+                    break
+                yield convert.from_embed_response(response)
+        finally:
+            answers.cancel()
+        if failures:
+            raise failures[0]
 
     def rerank(
         self,

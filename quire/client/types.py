@@ -341,6 +341,10 @@ class Tokenization:
     max_model_len: int
 
 
+Texts = str | Sequence[str] | Sequence[Sequence[int]]
+"""A text to embed, several, or the token ids of several."""
+
+
 @dataclass(frozen=True, slots=True)
 class Embeddings:
     """Vectors in the order of the texts. Each is an array of float32, which `numpy.asarray` reads without a copy.

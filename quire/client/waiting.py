@@ -5,16 +5,19 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import grpc
 
+from quire.client.types import Texts
 from quire.rpc.errors import Cancelled, QuireError, from_rpc_error
 from quire.rpc.interceptors import REQUEST_ID_HEADER
 
 Event = threading.Event
+Batches = Iterable[Texts]
+AsyncBatches = AsyncIterable[Texts] | Iterable[Texts]
 
 
 class AsyncEvent:
@@ -126,6 +129,30 @@ def async_canceller(streaming: Any) -> Callable[[], object]:
 def canceller(streaming: Any) -> Callable[[], object]:
     """As `async_canceller`."""
     return streaming.cancel
+
+
+async def async_requests_of(
+    batches: AsyncBatches, make: Callable[[Texts], Any], failures: list[Exception]
+) -> AsyncIterator[Any]:
+    """The requests of a stream. They end at an error of `batches` or `make`, which is added to `failures`: gRPC would
+    log it, and report an error of its own."""
+    try:
+        if isinstance(batches, AsyncIterable):
+            async for batch in batches:
+                yield make(batch)
+        else:
+            for batch in batches:
+                yield make(batch)
+    except Exception as error:
+        failures.append(error)
+
+
+def requests_of(batches: Batches, make: Callable[[Texts], Any], failures: list[Exception]) -> Iterator[Any]:
+    """As `async_requests_of`."""
+    try:
+        yield from map(make, batches)
+    except Exception as error:
+        failures.append(error)
 
 
 def _is_task_cancelled() -> bool:

@@ -16,13 +16,16 @@ import signal
 import struct
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
-from quire.constraints.matcher import MaskMaker, Template, Vocabulary
 from quire.model_files.model_directory import ModelDirectory
+
+if TYPE_CHECKING:
+    from quire.constraints.matcher import Template, Vocabulary
 
 HEADER = struct.Struct("<IQ")
 """The length of the following content and the number of the request."""
@@ -52,8 +55,10 @@ _FAULTS = {
 _WITHOUT_MEMORY = b"memory allocation of"
 
 
-def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str] | None:
+def check(vocabulary: "Vocabulary | ConstraintError", content: bytes) -> list[str] | None:
     """The invalid field of a constraint and a description; None if the constraint can be enforced."""
+    from quire.constraints.matcher import Template
+
     try:
         if isinstance(vocabulary, ConstraintError):
             raise vocabulary
@@ -69,8 +74,10 @@ def check(vocabulary: Vocabulary | ConstraintError, content: bytes) -> list[str]
     return None
 
 
-def _try_tokens(template: Template) -> None:
+def _try_tokens(template: "Template") -> None:
     """Generates the first tokens of a text. Raises ConstraintError if no token is allowed."""
+    from quire.constraints.matcher import MaskMaker
+
     vocabulary = template.vocabulary
     maker, matcher = MaskMaker(vocabulary, 1), template.matcher(tuple(vocabulary.eos))
     for _ in range(_TRIED_TOKENS):
@@ -83,7 +90,7 @@ def _try_tokens(template: Template) -> None:
         matcher.consume(int(words[-1]) * 32 + word.bit_length() - 1)
 
 
-def _run_child(vocabulary: Vocabulary | ConstraintError, number: int, content: bytes) -> None:
+def _run_child(vocabulary: "Vocabulary | ConstraintError", number: int, content: bytes) -> None:
     """Compiles one constraint, writes the answer and exits."""
     status = 1
     try:
@@ -156,7 +163,7 @@ def _ended_by(status: int, errors: bytes) -> str | None:
     return None
 
 
-def serve(vocabulary: Vocabulary | ConstraintError) -> None:
+def serve(vocabulary: "Vocabulary | ConstraintError") -> None:
     """Answers requests until stdin ends."""
     children: dict[int, tuple[int, int]] = {}
     signal.signal(signal.SIGCHLD, lambda *_: _reap(children))
@@ -180,6 +187,9 @@ def serve(vocabulary: Vocabulary | ConstraintError) -> None:
 
 
 def main() -> None:
+    # The gateway imports this module for the protocol, and not what compiles.
+    from quire.constraints.matcher import Vocabulary
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         vocabulary = Vocabulary.of_model(ModelDirectory.open(sys.argv[1]), None, for_checks=True)

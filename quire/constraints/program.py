@@ -12,9 +12,6 @@ from itertools import filterfalse, pairwise
 from types import MappingProxyType
 from typing import Any
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import (
     BY_NAME,
@@ -175,11 +172,15 @@ def _grammar(field: str, kind: str, text: str, *, no_white_space: bool = False) 
             return schema_grammar(text, no_white_space=no_white_space)
         if kind == "regex":
             check_regex(text)
+            from llguidance import LLMatcher
+
             return json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]
         for found in _REGEX_OF_LARK.finditer(text):
             check_regex(found.group()[1:-1], f" in the terminal {found.group():.20}...")
         if _GBNF_RULE.search(text) is None:
             return {"lark_grammar": _with_enforced_schemas(field, text, no_white_space=no_white_space)}
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+
         try:
             return {"lark_grammar": gbnf_to_lark(text)}
         except Exception as error:

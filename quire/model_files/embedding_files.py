@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
-from quire.model_files.gguf_encoders import dense_of, pooling_of
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
 from quire.runtime.settings import ConfigurationError
@@ -234,30 +233,41 @@ def encoder_fields(directory: ModelDirectory) -> dict[str, Any]:
     return found | ({"hidden_act": _GATED[activation]} if activation in _GATED else {})
 
 
-def vector_files(directory: ModelDirectory, pooling: str = "auto") -> EmbeddingFiles | RankingFiles | None:
+def vector_files(
+    directory: ModelDirectory, pooling: str = "auto", score_tokens: Sequence[str] = ()
+) -> EmbeddingFiles | RankingFiles | None:
     """How a model makes vectors or scores; None for a model that generates text.
 
     Args:
         pooling: "last" or "mean" makes a decoder that generates text a model of embeddings; "auto" is what its files
             say.
+        score_tokens: the texts of two tokens make it a model that ranks: the score is the logit of the first, less the
+            logit of the second.
 
     Raises:
-        ConfigurationError: the files have a part that is not known, or contradict `pooling`.
+        ConfigurationError: the files have a part that is not known, or contradict `pooling` or `score_tokens`.
     """
     found = EmbeddingFiles.of(directory) or RankingFiles.of(directory) or _of_decoder(directory)
-    if pooling == "auto":
+    if pooling == "auto" and not score_tokens:
         if found is None and _is_of(directory, "Model"):
             raise ConfigurationError(
                 f"{directory.path} has no output layer, as models of embeddings, and no {EMBEDDING_MODULES} that says "
                 "how a vector is made; give --pooling last or --pooling mean, as its authors say"
             )
         return found
+    flag = f"--pooling is {pooling}"
+    if score_tokens:
+        if pooling != "auto":
+            raise ConfigurationError(f"{flag}, and --score-tokens makes a model that ranks; give one of them")
+        flag = f"--score-tokens is {','.join(score_tokens)}"
     if found is not None:
         raise ConfigurationError(
-            f"--pooling is {pooling}, and the files of {directory.path} say already how it makes vectors or scores; "
-            "leave --pooling out"
+            f"{flag}, and the files of {directory.path} say already how it makes vectors or scores; leave it out"
         )
     _check_is_causal(directory)
+    if score_tokens:
+        answers = _tokens_of(directory, score_tokens)
+        return RankingFiles(_activation_of_scores(directory), _longest(directory), None, answers, has_template=True)
     return EmbeddingFiles((Pooling((_DECODER_POOLINGS[pooling],)), Normalize()))
 
 
@@ -326,6 +336,19 @@ def _check_is_causal(directory: ModelDirectory) -> None:
             )
 
 
+def _tokens_of(directory: ModelDirectory, texts: Sequence[str]) -> tuple[int, ...]:
+    """The ids of the tokens of --score-tokens."""
+    if len(texts) != 2 or texts[0] == texts[1]:
+        raise ConfigurationError(f"--score-tokens is {','.join(texts)!r:.80}; it must be two tokens, such as yes,no")
+    ids = {text: directory.id_of(text) for text in texts}
+    if missing := [text for text, token_id in ids.items() if token_id is None]:
+        raise ConfigurationError(
+            f'--score-tokens has "{missing[0]:.80}", which is not a token of {directory.path}; give tokens as '
+            "tokenizer.json writes them"
+        )
+    return tuple(token_id for token_id in ids.values() if token_id is not None)
+
+
 def _answers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The tokens of a `LogitScore`: of yes, and perhaps of no."""
     if (name := config.get("module_input_name", "causal_logits")) != "causal_logits":
@@ -364,6 +387,8 @@ def hidden_size_of(directory: ModelDirectory) -> int:
 
 def _modules_of_gguf(path: Path, header: GgufHeader) -> tuple[Module, ...]:
     """Files do not say whether vectors are scaled to the length 1; llama.cpp always does that."""
+    from quire.model_files.gguf_encoders import dense_of, pooling_of
+
     layers = [Dense(path, shape[1], shape[0], False, "Identity", name) for name, shape in dense_of(header)]
     return (Pooling((pooling_of(header),)), *layers, Normalize())
 

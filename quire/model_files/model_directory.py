@@ -10,7 +10,6 @@ from typing import Any, Self
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, RANKERS, SUPPORTED_ARCHITECTURES
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
-from quire.model_files.gguf_model import describe
 from quire.runtime.settings import ConfigurationError
 
 _QWEN_2_VL = {
@@ -162,6 +161,8 @@ class ModelDirectory:
 
     @classmethod
     def _of_gguf(cls, path: Path) -> Self:
+        from quire.model_files.gguf_model import describe
+
         described = describe(GgufHeader.read(path))
         return cls(
             path=path,
@@ -192,7 +193,7 @@ class ModelDirectory:
         """The id of a token that tokenizer_config.json names, such as "eos_token"; None if the tokenizer has none."""
         named = self.tokenizer_config.get(name)
         text = named.get("content") if isinstance(named, dict) else named
-        return self._id_of(text) if isinstance(text, str) else None
+        return self.id_of(text) if isinstance(text, str) else None
 
     @property
     def generation_defaults(self) -> dict[str, Any]:
@@ -220,7 +221,7 @@ class ModelDirectory:
         """The parsed tokenizer.json. Raises ConfigurationError as `tokenizer_json`, and ValueError for invalid JSON."""
         return json.loads(self.tokenizer_json()) if self._own_tokenizer is None else self._own_tokenizer
 
-    def _id_of(self, text: str) -> int | None:
+    def id_of(self, text: str) -> int | None:
         """The id of a token; None if the tokenizer has no such token, or is missing or damaged, which its readers
         report."""
         listed = self.tokenizer_config.get("added_tokens_decoder")

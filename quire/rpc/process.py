@@ -3,7 +3,6 @@
 import asyncio
 import ctypes
 import gc
-import importlib.metadata
 import logging
 import os
 import re
@@ -110,11 +109,13 @@ def missing_package(error: ModuleNotFoundError) -> ConfigurationError:
 
 def _extras_with(module: str) -> list[str]:
     """The extras that bring a module, as this installation's metadata has them."""
+    from importlib import metadata
+
     top = module.partition(".")[0]
     name = _DISTRIBUTIONS.get(top, top.replace("_", "-"))
     try:
-        requirements = importlib.metadata.requires("quire-llm") or []
-    except importlib.metadata.PackageNotFoundError:
+        requirements = metadata.requires("quire-llm") or []
+    except metadata.PackageNotFoundError:
         return ["all"]
     matches = filter(None, map(_REQUIREMENT_OF_EXTRA.match, requirements))
     return [each["extra"] for each in matches if each["name"] == name and each["extra"] not in _COLLECTIONS]

@@ -13,7 +13,6 @@ from typing import Self
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
-from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health_pb2_grpc
 
 from quire.rpc.address import AddressInUse, TcpAddress, UnixAddress, parse_address
@@ -31,7 +30,7 @@ DEFAULT_MAX_STREAMS = 4096
 # any of our code runs, so that only this, the calls of a connection and the connections bound it.
 _MAX_METADATA_BYTES = 16 * 1024
 _ADMIN_HOST = "127.0.0.1"
-_CHANNELZ_SERVICE = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
+_CHANNELZ_SERVICE = "grpc.channelz.v1.Channelz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,8 @@ class AdminServer:
             AddressInUse: another process listens there.
             ConfigurationError: the files of `tls` cannot be used.
         """
+        from grpc_channelz.v1 import channelz
+
         wanted = TcpAddress(_ADMIN_HOST, port)
         transport = TRANSPORT.get()
         transport.check_bindable(wanted)

@@ -54,6 +54,12 @@ class PoolingFlags(ServiceFlags):
         "last token, or the mean of all; auto is what the model's files say",
         choices=("auto", "last", "mean"),
     )
+    score_tokens: tuple[str, ...] = setting(
+        (),
+        "serve a model that generates text as one that ranks: the score of a document is the logit of the first token "
+        "less the logit of the second, such as yes,no; see --score-template",
+        metavar="YES,NO",
+    )
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def write_model(directory: Path, name: str) -> Path:
     files = {
         "config.json": config | _CONFIG,
         "tokenizer.json": tokenizer,
-        "tokenizer_config.json": {"eos_token": _END_TEXT, "chat_template": _TEMPLATE},
+        "tokenizer_config.json": {"eos_token": _END_TEXT} | ({"chat_template": _TEMPLATE} if name == TEXT else {}),
     }
     for file, content in files.items():
         (directory / file).write_text(json.dumps(content), encoding="utf-8")

@@ -2,16 +2,18 @@
 
 Spans are OpenTelemetry's, through its API. A service has a Tracer where an endpoint is configured and None otherwise:
 without an endpoint it makes no spans and passes no contexts on. Only `open_tracer` with an endpoint imports the SDK and
-the exporter of OpenTelemetry, which the extra `quire-llm[tracing]` installs.
+the exporter of OpenTelemetry, which the extra `quire-llm[tracing]` installs; only spans and meters import its API.
 """
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-from opentelemetry.metrics import Meter
 
 from quire.runtime.settings import ConfigurationError
 from quire.tracing.spans import AttributeValue, Span, TraceContext, Tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Meter
 
 __all__ = [
     "AttributeValue",
@@ -52,7 +54,7 @@ def check_installed(endpoint: str | None, flag: str = _FLAG) -> None:
         ) from error
 
 
-def open_meter(endpoint: str | None, service: str) -> tuple[Meter, Callable[[], None]] | None:
+def open_meter(endpoint: str | None, service: str) -> tuple["Meter", Callable[[], None]] | None:
     """Sends the metrics of a service to a collector; returns its meter, and a function that ends the sending. None
     without an endpoint. Raises ConfigurationError as `open_tracer` does."""
     if endpoint is None:

@@ -12,7 +12,7 @@ from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExp
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -50,7 +50,8 @@ def make_tracer(service: str, exporter: SpanExporter) -> Tracer:
 def make_meter(service: str, endpoint: str) -> tuple[Meter, Callable[[], None]]:
     """A meter whose values a thread sends, every 60 s or OTEL_METRIC_EXPORT_INTERVAL; and a function that sends the
     last values and ends the thread."""
-    exporter = OTLPMetricExporter(endpoint, insecure=urlsplit(endpoint).scheme == "http")
+    exporter = _MetricExporter(endpoint, insecure=urlsplit(endpoint).scheme == "http")
+    exporter.reports = _Reports("metrics", endpoint)
     provider = MeterProvider([PeriodicExportingMetricReader(exporter)], _resource_of(service), shutdown_on_exit=False)
     return provider.get_meter("quire", VERSION), lambda: provider.shutdown(_CLOSE_TIMEOUT_S * 1000)
 
@@ -61,6 +62,34 @@ def open_exporter(endpoint: str) -> SpanExporter:
     return ReportingExporter(OTLPSpanExporter(endpoint, insecure=is_plain), endpoint)
 
 
+class _Reports:
+    """Logs once that a collector cannot be reached, and once that it is back. OpenTelemetry would log every failure."""
+
+    def __init__(self, what: str, endpoint: str) -> None:
+        self._what = what
+        self._endpoint = endpoint
+        self._is_failing = False
+
+    def add(self, *, has_failed: bool) -> None:
+        """The result of an export."""
+        if has_failed and not self._is_failing:
+            _logger.warning(
+                "%s cannot be sent to %s; they are dropped until it accepts them", self._what, self._endpoint
+            )
+        elif self._is_failing and not has_failed:
+            _logger.info("%s are sent to %s again", self._what, self._endpoint)
+        self._is_failing = has_failed
+
+
+class _MetricExporter(OTLPMetricExporter):
+    reports: _Reports
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: object) -> MetricExportResult:
+        result = super().export(metrics_data, timeout_millis, **kwargs)
+        self.reports.add(has_failed=result is not MetricExportResult.SUCCESS)
+        return result
+
+
 class ReportingExporter(SpanExporter):
     """Logs once that a collector cannot be reached, and once that it is back.
 
@@ -69,8 +98,7 @@ class ReportingExporter(SpanExporter):
 
     def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
         self._exporter = exporter
-        self._endpoint = endpoint
-        self._is_failing = False
+        self._reports = _Reports("traces", endpoint)
         self._is_shut_down = threading.Event()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
@@ -81,12 +109,7 @@ class ReportingExporter(SpanExporter):
         except Exception:  # a closed channel, a wrong header: no request may notice
             _logger.debug("traces could not be sent", exc_info=True)
             result = SpanExportResult.FAILURE
-        is_failing = result is not SpanExportResult.SUCCESS
-        if is_failing and not self._is_failing:
-            _logger.warning("traces cannot be sent to %s; they are dropped until it accepts them", self._endpoint)
-        elif self._is_failing and not is_failing:
-            _logger.info("traces are sent to %s again", self._endpoint)
-        self._is_failing = is_failing
+        self._reports.add(has_failed=result is not SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:

@@ -1,14 +1,18 @@
-"""Trace contexts as they travel in headers and messages, spans, and tracers, which start spans; without exporters."""
+"""Trace contexts as they travel in headers and messages, spans, and tracers, which start spans; without exporters.
+
+Only spans import OpenTelemetry's API, by `propagation`: a service that sends no traces starts without it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
+if TYPE_CHECKING:
+    from opentelemetry import trace
+
 _TRACEPARENT, _TRACESTATE = "traceparent", "tracestate"
-_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,16 @@ class TraceContext:
 class Span:
     """One piece of work in a trace. No method waits, and none raises."""
 
-    def __init__(self, span: trace.Span) -> None:
+    def __init__(self, span: "trace.Span") -> None:
         self._span = span
         self._has_ended = False
 
     @property
     def context(self) -> TraceContext:
         """The trace context for the processes that continue this span."""
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))
+        from quire.tracing import propagation
+
+        carrier = propagation.headers_of(self._span)
         return TraceContext(carrier[_TRACEPARENT], carrier.get(_TRACESTATE))
 
     @property
@@ -61,13 +66,17 @@ class Span:
 
     def link(self, context: TraceContext) -> None:
         """Names a span of another trace that belongs to this one; does nothing for a malformed context."""
-        linked = _span_of(context).get_span_context()
+        from quire.tracing import propagation
+
+        linked = propagation.span_of(_headers(context)).get_span_context()
         if linked.is_valid:
             self._span.add_link(linked)
 
     def fail(self, description: str) -> None:
         """Marks it as failed by a fault of the server."""
-        self._span.set_status(trace.StatusCode.ERROR, description)
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_status(StatusCode.ERROR, description)
 
     def end(self) -> None:
         """Ends it; it is sent soon. Idempotent."""
@@ -79,25 +88,23 @@ class Span:
 class Tracer:
     """Starts the spans of one service."""
 
-    def __init__(self, tracer: trace.Tracer, close: Callable[[], None]) -> None:
+    def __init__(self, tracer: "trace.Tracer", close: Callable[[], None]) -> None:
         self._tracer = tracer
         self._close = close
 
     def start(self, name: str, parent: TraceContext | None, attributes: Mapping[str, AttributeValue]) -> Span:
         """A span of another process's request. Without a parent, or with a malformed one, it begins a trace."""
-        context = trace.set_span_in_context(_span_of(parent))
-        return Span(self._tracer.start_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes))
+        from quire.tracing import propagation
+
+        return Span(propagation.start_span(self._tracer, name, _headers(parent), attributes))
 
     def close(self) -> None:
         """Sends finished spans, for two seconds at most, and drops the rest. Blocks."""
         self._close()
 
 
-def _span_of(context: TraceContext | None) -> trace.Span:
-    """The span that a context names; an invalid one if it names none, never the current span of this task."""
+def _headers(context: TraceContext | None) -> dict[str, str]:
     if context is None:
-        return trace.INVALID_SPAN
-    carrier = {_TRACEPARENT: context.traceparent}
-    if context.tracestate is not None:
-        carrier[_TRACESTATE] = context.tracestate
-    return trace.get_current_span(_PROPAGATOR.extract(carrier, trace.set_span_in_context(trace.INVALID_SPAN)))
+        return {}
+    state = {} if context.tracestate is None else {_TRACESTATE: context.tracestate}
+    return {_TRACEPARENT: context.traceparent} | state

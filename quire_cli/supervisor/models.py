@@ -17,7 +17,7 @@ _NICENESS = 10
 
 def generates_text(settings: ServeSettings) -> bool:
     """Whether the one model of these settings generates text."""
-    return vector_files(_directory(settings), settings.pooling) is None
+    return vector_files(_directory(settings), settings.pooling, settings.score_tokens) is None
 
 
 def _has_pool(settings: ServeSettings) -> bool:

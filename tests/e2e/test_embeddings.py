@@ -126,7 +126,8 @@ async def test_a_text_whose_vector_is_not_finite_fails_and_no_other(tmp_path: Pa
             bad, good = await asyncio.gather(ask(client, "big red hat"), ask(client, TEXTS[:3]), return_exceptions=True)
             assert isinstance(bad, InternalServerError)
             assert isinstance(good, np.ndarray)
-            assert "the vector of the text, or its score, holds NaN or infinity" in bad.message
+            assert (bad.code, bad.param) == ("non_finite_vector", "input")
+            assert "the vector of input, or its score, holds NaN or infinity (1 of 1 texts)" in bad.message
             np.testing.assert_allclose(good, SentenceTransformer(str(path), device="cpu").encode(TEXTS[:3]), atol=1e-4)
 
 

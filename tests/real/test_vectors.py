@@ -42,13 +42,14 @@ async def test_client_libraries_get_vectors_and_ranks(gateways) -> None:
     process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE)
     printed, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode == 0
-    data = (await embedder.http.post("/v1/embeddings", json={"input": TEXTS})).json()["data"]
+    answer = (await embedder.http.post("/v1/embeddings", json={"input": TEXTS})).json()
+    data, usage = answer["data"], answer["usage"]
     vectors, ranks = [each["embedding"] for each in data], await ranks_of(ranker, "/v1/rerank")
     assert json.loads(printed.splitlines()[-1]) == {
         "langchain": {"vectors": vectors},
         "haystack": {"vectors": vectors},
         "litellm": {"vectors": vectors, "cohere": ranks, "jina_ai": ranks, "hosted_vllm": ranks},
-        "cohere": {"cohere": ranks},
+        "cohere": {"cohere": ranks, "vectors": vectors, "sizes": [48, 6], "billed": [usage["prompt_tokens"], 1]},
     }
 
 

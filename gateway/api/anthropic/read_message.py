@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from gateway.api import field_rule, fields
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    AT_FIRST_USE,
     ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
@@ -222,7 +223,7 @@ class TokensBody(ParsedBody):
 
     api: ClassVar[str] = "messages"
     unread: ClassVar[Unread] = field_rule.MESSAGES
-    entries = TypeAdapter(list[Message])
+    entries = TypeAdapter(list[Message], config=AT_FIRST_USE)
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
     model: str | None = None

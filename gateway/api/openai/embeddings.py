@@ -1,8 +1,10 @@
 """OpenAI's embeddings: the vectors of texts, from a model that gives vectors instead of texts."""
 
 import base64
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +19,11 @@ from gateway.api.respond import Call
 from gateway.replicas.events import Chunk, Finished, Usage
 from gateway.replicas.live import LiveRequest
 from gateway.request.generator import Generator, Result
-from gateway.request.vectors import VectorCall, Vectors, check_count, new_call_id, requests_for_texts
+from gateway.request.vectors import VectorCall, Vectors, check_count, new_call_id, requests_for_texts, vector_results
 from gateway.request.violations import Violations
 from gateway.types import RequestOptions
+
+BodyType = TypeVar("BodyType", bound=Body)
 
 
 class EmbeddingsBody(Body):
@@ -62,50 +66,41 @@ class Embeddings(TypedDict):
     usage: EmbeddingsUsage
 
 
-class EmbeddingsCall(Call):
-    """Each text is a request of its own."""
+class VectorsCall(Call, Generic[BodyType]):
+    """A call whose texts, or pairs of texts, are requests of their own. The answer comes as a whole."""
 
     streams = False
 
-    def __init__(self, body: EmbeddingsBody, model: str) -> None:
-        self.id = new_call_id("embd")
-        self._body, self._model = body, model
-        self._is_list = not isinstance(body.input, str) and not isinstance(cast(Any, body.input)[0], int)
+    def __init__(self, body: BodyType, model: str) -> None:
+        self.id = new_call_id(body.api)
+        self.body, self.model = body, model
 
-    async def requests(self, generator: Generator) -> list[RequestOptions]:
-        body = self._body
-        return requests_for_texts(
-            generator,
-            _texts(body),
-            VectorCall(
-                body.model,
-                body.priority,
-                priority_sign=-1,
-                truncate=bool(body.truncate),
-                dimensions=body.dimensions,
-                prompt_name=body.prompt_name,
-            ),
-        )
+    @abstractmethod
+    def field(self, position: int) -> str:
+        """The field of the body that has a text."""
+
+    @abstractmethod
+    def answer(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
+        """The answer from the results of all texts."""
 
     def names(self, position: int) -> Names:
-        field = f"input[{position}]" if self._is_list else "input"
-        return Names({"prompt": field, "text": field, "token_ids": field})
+        return Names(dict.fromkeys(("prompt", "text", "token_ids"), self.field(position)))
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "EmbeddingsShaper":
-        return EmbeddingsShaper(self._body, self._model)
+    async def results(self, live: Sequence[LiveRequest]) -> list[Result]:
+        return await vector_results(live, self.field)
 
-
-def _texts(body: EmbeddingsBody) -> list[str] | list[list[int]]:
-    """The texts; a list of numbers is one text."""
-    given = body.input
-    assert given is not None
-    if isinstance(given, str):
-        return [given]
-    return [cast(list[int], given)] if isinstance(given[0], int) else cast(list[str] | list[list[int]], given)
+    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "WholeShaper":
+        return WholeShaper(self.answer)
 
 
+@dataclass(frozen=True, slots=True)
 class WholeShaper:
-    """The part of a shaper whose answers are never streams."""
+    """A shaper whose answers are never streams."""
+
+    _answer: Callable[[Sequence[Result]], Mapping[str, Any] | LazyList[Any]]
+
+    def whole(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
+        return self._answer(results)
 
     def begin(self) -> Iterable[Mapping[str, Any]]:
         return ()
@@ -120,24 +115,46 @@ class WholeShaper:
         return ()
 
 
-class EmbeddingsShaper(WholeShaper):
-    """Writes the answer."""
+class EmbeddingsCall(VectorsCall[EmbeddingsBody]):
+    """OpenAI's call."""
 
-    def __init__(self, body: EmbeddingsBody, model: str) -> None:
-        self._body, self._model = body, model
+    async def requests(self, generator: Generator) -> list[RequestOptions]:
+        body = self.body
+        call = VectorCall(
+            body.model,
+            body.priority,
+            priority_sign=-1,
+            truncate=bool(body.truncate),
+            dimensions=body.dimensions,
+            prompt_name=body.prompt_name,
+        )
+        return requests_for_texts(generator, _texts(body), call)
 
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        found = Vectors.of(self._model, results, self._body.dimensions)
+    def field(self, position: int) -> str:
+        is_one = isinstance(self.body.input, str) or isinstance(cast(Any, self.body.input)[0], int)
+        return "input" if is_one else f"input[{position}]"
+
+    def answer(self, results: Sequence[Result]) -> Mapping[str, Any]:
+        found = Vectors.of(self.model, results, self.body.dimensions)
         vectors, num_tokens = found.vectors, sum(found.num_tokens)
         answer: Embeddings = {
             "object": "list",
             "data": LazyList(lambda: map(self._entry, range(len(vectors)), vectors)),
-            "model": self._model,
+            "model": self.model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return answer
 
     def _entry(self, index: int, vector: NDArray[np.float32]) -> Embedding:
-        if self._body.encoding_format == "base64":
+        if self.body.encoding_format == "base64":
             return {"object": "embedding", "index": index, "embedding": base64.b64encode(vector.tobytes()).decode()}
         return {"object": "embedding", "index": index, "embedding": vector.astype(np.float64).tolist()}
+
+
+def _texts(body: EmbeddingsBody) -> list[str] | list[list[int]]:
+    """The texts; a list of numbers is one text."""
+    given = body.input
+    assert given is not None
+    if isinstance(given, str):
+        return [given]
+    return [cast(list[int], given)] if isinstance(given[0], int) else cast(list[str] | list[list[int]], given)

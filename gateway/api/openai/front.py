@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.answers import OPENAI, as_json, client_request_id
-from gateway.api.body import BodyLimits, read_body, validated
+from gateway.api.body import BodyLimits, load_json, read_body, validated
 from gateway.api.field_rule import FieldRule
-from gateway.api.fields import Names, numbered, parse
+from gateway.api.fields import Names, numbered, parse, parse_fields
 from gateway.api.front import CallReader, Front, FrontContext
 from gateway.api.generation_fields import CompletionBody, GenerationBody, completion_options, is_echo_alone, names_of
 from gateway.api.openai.answers import (
@@ -23,6 +23,7 @@ from gateway.api.openai.answers import (
     DetokenizedText,
     Tokens,
 )
+from gateway.api.openai.cohere import EmbedBody, EmbedCall, Embedded
 from gateway.api.openai.embeddings import Embeddings, EmbeddingsBody, EmbeddingsCall
 from gateway.api.openai.ranking import RerankBody, RerankCall, Reranked, ScoreBody, ScoreCall, Scores
 from gateway.api.openai.schemas import (
@@ -35,6 +36,7 @@ from gateway.api.openai.schemas import (
     completion_prompts,
     kept_tools,
 )
+from gateway.api.openai.texts_inference import SimilarityBody, TextsBody, TextsCall, TextsRankBody, TextsRankCall
 from gateway.api.openai.write_openai import ChatShaper, CompletionShaper, head_of
 from gateway.api.openapi import AnyObject, ApiRoute
 from gateway.api.respond import Call, FrontEnd, last_event_id, respond, resumed
@@ -66,6 +68,7 @@ _NOT_SHOWN = frozenset(
 )
 _COMPLETIONS, _CHATS, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _RERANKS, _SCORES = ("/v1/rerank", "/v2/rerank", "/rerank"), "/v1/score"
+_COHERE = "/v2/embed"
 _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
@@ -247,9 +250,33 @@ def open_front(context: FrontContext) -> Front:
 
     async def rerank(request: Request) -> Response:
         """The order of documents for a query."""
-        body = await parse(RerankBody, await read_body(request, limits), limits)
+        fields, path = await load_json(await read_body(request, limits), limits), request.url.path
+        kind = TextsRankBody if path == "/rerank" and isinstance(fields, dict) and "texts" in fields else RerankBody
+        body = await parse_fields(kind, fields, limits)
         generator = models.of(body.model, ModelKind.SCORES)
-        return respond(generator, RerankCall(body, body.model or generator.model.name), context.keep_alive_s)
+        name = body.model or generator.model.name
+        is_plain = isinstance(body, TextsRankBody)
+        call = TextsRankCall(body, name) if is_plain else RerankCall(body, name, is_cohere=path.startswith("/v2/"))
+        return respond(generator, call, context.keep_alive_s)
+
+    async def embed(request: Request) -> Response:
+        """The vectors of texts, in the form of Cohere."""
+        body = await parse(EmbedBody, await read_body(request, limits), limits)
+        generator = models.of(body.model, ModelKind.VECTORS)
+        return respond(generator, EmbedCall(body, body.model or generator.model.name), context.keep_alive_s)
+
+    async def embed_texts(request: Request) -> Response:
+        """The vectors of texts, in the form of text-embeddings-inference."""
+        return await texts_answer(TextsBody, request)
+
+    async def similarity(request: Request) -> Response:
+        """The cosines of a text with others, in the form of text-embeddings-inference."""
+        return await texts_answer(SimilarityBody, request)
+
+    async def texts_answer(kind: type[TextsBody] | type[SimilarityBody], request: Request) -> Response:
+        body = await parse(kind, await read_body(request, limits), limits)
+        generator = models.of(body.model, ModelKind.VECTORS)
+        return respond(generator, TextsCall(body, body.model or generator.model.name), context.keep_alive_s)
 
     async def score(request: Request) -> Response:
         """The scores of pairs of texts."""
@@ -271,11 +298,14 @@ def open_front(context: FrontContext) -> Front:
             ApiRoute(_EMBEDDINGS, embeddings, method="POST", body=EmbeddingsBody, answer=Embeddings),
             *_text_routes(models, limits),
             *(ApiRoute(path, rerank, method="POST", body=RerankBody, answer=Reranked) for path in _RERANKS),
+            ApiRoute(_COHERE, embed, method="POST", body=EmbedBody, answer=Embedded),
+            ApiRoute("/embed", embed_texts, method="POST", body=TextsBody, answer=list[list[float]]),
+            ApiRoute("/similarity", similarity, method="POST", body=SimilarityBody, answer=list[float]),
             ApiRoute(_SCORES, score, method="POST", body=ScoreBody, answer=Scores),
         ],
         call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion, _EMBEDDINGS: read_embeddings},
         # Other paths below /v2 are of KServe, whose errors have another form.
-        dialect_of=lambda scope: OPENAI if scope["path"] in _RERANKS else None,
+        dialect_of=lambda scope: OPENAI if scope["path"] in (*_RERANKS, _COHERE) else None,
     )
 
 

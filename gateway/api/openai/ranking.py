@@ -2,18 +2,16 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Literal, NotRequired, TypeVar, cast
+from typing import Any, ClassVar, Literal, NotRequired, TypeVar, cast
 
 from typing_extensions import TypedDict
 
 from gateway.api import field_rule
 from gateway.api.answers import LazyList
 from gateway.api.field_rule import FieldRule, Part, Unread
-from gateway.api.fields import Names
 from gateway.api.generation_fields import Body, ListOf
-from gateway.api.openai.embeddings import EmbeddingsUsage, WholeShaper
-from gateway.api.respond import Call
-from gateway.replicas.live import LiveRequest
+from gateway.api.openai.cohere import Meta, meta_of
+from gateway.api.openai.embeddings import EmbeddingsUsage, VectorsCall
 from gateway.request.generator import Generator, Result
 from gateway.request.vectors import (
     VectorCall,
@@ -22,7 +20,6 @@ from gateway.request.vectors import (
     check_count,
     check_pairs,
     check_top_n,
-    new_call_id,
     paired,
     requests_for_pairs,
 )
@@ -39,14 +36,16 @@ class TextDocument(Part):
     text: str
 
 
-class _RankingBody(Body):
+class RankingBody(Body):
+    """The common fields of both calls."""
+
     unread: ClassVar[Unread] = field_rule.RANKING
 
     truncate: bool | None = None
     priority: int | None = None
 
 
-class RerankBody(_RankingBody):
+class RerankBody(RankingBody):
     """Documents to put in order. `truncate` and `priority` are extensions."""
 
     api: ClassVar[str] = "rerank"
@@ -61,7 +60,7 @@ class RerankBody(_RankingBody):
         check_top_n(violations, self.top_n)
 
 
-class ScoreBody(_RankingBody):
+class ScoreBody(RankingBody):
     """Pairs of texts to score: one first text with each second one, or as many of both."""
 
     api: ClassVar[str] = "score"
@@ -85,6 +84,7 @@ class Reranked(TypedDict):
     model: str
     results: Iterable[RankedDocument]
     usage: EmbeddingsUsage
+    meta: NotRequired[Meta]
 
 
 class Score(TypedDict):
@@ -102,17 +102,11 @@ class Scores(TypedDict):
     usage: EmbeddingsUsage
 
 
-BodyType = TypeVar("BodyType", bound=_RankingBody)
+BodyType = TypeVar("BodyType", bound=RankingBody)
 
 
-class _PairsCall(Call, Generic[BodyType]):
-    """Each pair of texts is a request of its own."""
-
-    streams = False
-
-    def __init__(self, body: BodyType, model: str) -> None:
-        self.id = new_call_id(body.api)
-        self.body, self.model = body, model
+class PairsCall(VectorsCall[BodyType]):
+    """A call whose pairs of texts are requests of their own."""
 
     @property
     @abstractmethod
@@ -124,62 +118,54 @@ class _PairsCall(Call, Generic[BodyType]):
         call = VectorCall(body.model, body.priority, priority_sign=-1, truncate=bool(body.truncate))
         return await requests_for_pairs(generator, self.pairs, call)
 
-    async def shaper(self, generator: Generator, live: Sequence[LiveRequest]) -> "_PairsShaper":
-        return _PairsShaper(self)
-
     @abstractmethod
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any] | LazyList[Any]:
         """The answer, from its first fields and the score of each pair."""
 
-    def head(self, num_tokens: int) -> Mapping[str, Any]:
+    def answer(self, results: Sequence[Result]) -> Mapping[str, Any] | LazyList[Any]:
+        found = Vectors.of(self.model, results)
+        num_tokens = sum(found.num_tokens)
         usage: EmbeddingsUsage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"id": self.id, "object": "list", "model": self.model, "usage": usage}
+        return self.scored({"id": self.id, "object": "list", "model": self.model, "usage": usage}, found.scores)
 
 
-class RerankCall(_PairsCall[RerankBody]):
+class RerankCall(PairsCall[RerankBody]):
+    """With the field `meta` if the call has Cohere's form."""
+
+    def __init__(self, body: RerankBody, model: str, *, is_cohere: bool = False) -> None:
+        super().__init__(body, model)
+        self._meta = {"meta": meta_of({"search_units": 1})} if is_cohere else {}
+
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         return [(self.body.query, _text_of(each)) for each in self.body.documents]
 
-    def names(self, position: int) -> Names:
-        field = f"documents[{position}]"
-        return Names({"prompt": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        return f"documents[{position}]"
 
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
         def entry(index: int) -> RankedDocument:
             ranked: RankedDocument = {"index": index, "relevance_score": scores[index]}
             if self.body.return_documents:
                 ranked["document"] = {"text": _text_of(self.body.documents[index])}
             return ranked
 
-        return {**head, "results": LazyList(lambda: map(entry, best_first(scores, self.body.top_n)))}
+        return {**head, **self._meta, "results": LazyList(lambda: map(entry, best_first(scores, self.body.top_n)))}
 
 
-class ScoreCall(_PairsCall[ScoreBody]):
+class ScoreCall(PairsCall[ScoreBody]):
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:
         return paired(_as_list(self.body.text_1), _as_list(self.body.text_2))
 
-    def names(self, position: int) -> Names:
-        field = "text_2" if isinstance(self.body.text_2, str) else f"text_2[{position}]"
-        return Names({"prompt": field, "token_ids": field})
+    def field(self, position: int) -> str:
+        return "text_2" if isinstance(self.body.text_2, str) else f"text_2[{position}]"
 
-    def answer(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
+    def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any]:
         def entry(index: int) -> Score:
             return {"object": "score", "index": index, "score": scores[index]}
 
         return {**head, "created": int(clock.unix_s()), "data": LazyList(lambda: map(entry, range(len(scores))))}
-
-
-class _PairsShaper(WholeShaper):
-    """Writes the answer."""
-
-    def __init__(self, call: _PairsCall[Any]) -> None:
-        self._call = call
-
-    def whole(self, results: Sequence[Result]) -> Mapping[str, Any]:
-        found = Vectors.of(self._call.model, results)
-        return self._call.answer(self._call.head(sum(found.num_tokens)), found.scores)
 
 
 def _text_of(document: str | TextDocument) -> str:

@@ -13,7 +13,7 @@ from gateway.api import field_rule
 from gateway.api.constraint_fields import check_constraints, constraint_of
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.field_rule import FieldRule, Part, Unread
-from gateway.api.fields import TOOL_CHOICES, Names, effort_arguments, make_tool, numbered
+from gateway.api.fields import AT_FIRST_USE, TOOL_CHOICES, Names, effort_arguments, make_tool, numbered
 from gateway.api.generation_fields import (
     Body,
     CompletionBody,
@@ -142,7 +142,7 @@ class ConversationFields(BaseModel):
     reasoning_effort: str | None = None
 
 
-_MESSAGES = TypeAdapter(list[Message])
+_MESSAGES = TypeAdapter(list[Message], config=AT_FIRST_USE)
 
 
 class ChatBody(GenerationBody, ConversationFields):

@@ -23,6 +23,7 @@ from gateway.api.constraint_fields import (
 from gateway.api.custom_tools import CustomDefinition, check_custom, custom_call, custom_tool
 from gateway.api.field_rule import FieldRule, Part, Unread
 from gateway.api.fields import (
+    AT_FIRST_USE,
     ONLY_STREAMS,
     TOOL_CHOICES,
     Conversation,
@@ -162,7 +163,7 @@ Item = Annotated[
     | Annotated[ItemReference, Tag("<item_reference>")],
     Discriminator(lambda value: _item_tag(value)),
 ]
-ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+ITEM: TypeAdapter[Item] = TypeAdapter(Item, config=AT_FIRST_USE)
 
 
 def _item_tag(value: Any) -> str | None:
@@ -281,7 +282,7 @@ class InputBody(ParsedBody):
         "tool_choice": 'a string, {"type": "function", "name": ...} or {"type": "allowed_tools", ...}'
     }
     long_list: ClassVar[str] = "input"
-    entries = TypeAdapter(list[Item])
+    entries = TypeAdapter(list[Item], config=AT_FIRST_USE)
 
     input: Annotated[list[Item], BeforeValidator(_items, json_schema_input_type=str | list[Item])]
     model: str | None = None

@@ -50,7 +50,17 @@ def cohere(url: str, ranking_url: str) -> Any:
     ranks: Any = ClientV2(api_key="-", base_url=ranking_url).rerank(
         model="ranker", query=QUERY, documents=DOCUMENTS, top_n=2
     )
-    return {"cohere": [[each.index, each.relevance_score] for each in ranks.results]}
+    types: Any = ["float", "int8", "ubinary"]
+    embedded: Any = ClientV2(api_key="-", base_url=url).embed(
+        model="tiny", texts=TEXTS, input_type="search_document", embedding_types=types, truncate="START"
+    )
+    found = embedded.embeddings
+    return {
+        "cohere": [[each.index, each.relevance_score] for each in ranks.results],
+        "vectors": found.float_,
+        "sizes": [len(found.int8[0]), len(found.ubinary[0])],
+        "billed": [embedded.meta.billed_units.input_tokens, ranks.meta.billed_units.search_units],
+    }
 
 
 if __name__ == "__main__":

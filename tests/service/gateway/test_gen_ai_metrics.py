@@ -96,6 +96,22 @@ async def test_a_collector_and_a_scrape_get_the_metrics_of_the_conventions(sched
     await server.stop(0)
 
 
+async def test_a_collector_that_is_not_there_holds_nobody_up_and_is_one_line(scheduler, monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
+    nowhere = "http://127.0.0.1:1"
+    async with running_gateway(scheduler, otlp_metrics_endpoint=nowhere, otlp_traces_endpoint=nowhere) as gateway:
+        for _ in range(2):
+            async with asyncio.timeout(5):
+                assert (await gateway.http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})).is_success
+            await asyncio.sleep(0.4)
+    warnings = [record.getMessage() for record in caplog.records if "be sent" in record.getMessage()]
+    what = [
+        f"{each} cannot be sent to {nowhere}; they are dropped until it accepts them" for each in ("metrics", "traces")
+    ]
+    assert sorted(warnings) == what
+
+
 @pytest.mark.parametrize("asked", ["", "http"])
 async def test_without_the_variable_a_scrape_has_only_quires_names(scheduler, monkeypatch, asked):
     monkeypatch.setenv("OTEL_SEMCONV_STABILITY_OPT_IN", asked)

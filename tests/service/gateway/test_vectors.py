@@ -1,10 +1,11 @@
 """Vectors and scores over gRPC and KServe, by clients and commands, from a scheduler that makes them of token ids."""
 
 import asyncio
+import base64
 import io
 import json
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import pytest_asyncio
+from huggingface_hub import InferenceClient
 
 from gateway.api.grpc.embedding_servicer import MAX_RUNNING_TEXTS
 from gateway.api.kserve.inference import bytes_of
@@ -19,7 +21,7 @@ from quire.client import AsyncClient, Client
 from quire.gateway.v1 import embedding_pb2 as pb
 from quire.gateway.v1.embedding_pb2_grpc import EmbeddingServiceStub
 from quire.inference import open_inference_pb2 as kserve
-from quire.rpc.errors import InvalidArgument, QuireError, ResourceExhausted, Unimplemented
+from quire.rpc.errors import Internal, InvalidArgument, QuireError, ResourceExhausted, Unimplemented
 from quire.scheduler.v1 import scheduler_pb2
 from quire_cli.main import main
 from tests.support.fake_scheduler import FakeScheduler
@@ -147,6 +149,41 @@ async def test_a_full_queue_makes_a_stream_wait_and_refuses_one_call(scheduler, 
     assert len(found[0].embeddings) == 2
 
 
+async def test_texts_whose_vectors_are_not_finite_are_named_and_harm_no_other(embedder, scheduler, stub) -> None:
+    texts = [f"cat {'dog ' * place}" for place in range(12)]
+    expected = await over_http(embedder[1], input=texts)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: embedder[1].http.post("/v1/embeddings", json={"input": texts}), "input"),
+        (lambda: embedder[1].http.post("/v2/embed", json={"texts": texts}), "texts"),
+        (lambda: error_of(stub.Embed(pb.EmbedRequest(texts=texts))), "texts"),
+    ]
+    for call, field in calls:
+        scheduler.submits.clear()
+        scheduler.emits.clear()
+        answer = asyncio.create_task(call())
+        other = asyncio.create_task(over_http(embedder[1], input=texts[:2]))
+        await scheduler.until(lambda: len(scheduler.submits) == 14)
+        bad = [
+            handle for handle, each in scheduler.live.items() if len(each.submit.prompt_token_ids) in (4 * 6, 4 * 10)
+        ]
+        for handle in bad:
+            scheduler.fail(handle, code=13, reason="NON_FINITE_LOGITS", message="holds NaN")
+        scheduler.emits.set()
+        failed = await answer
+        message = f"the vector of {field}[3], {field}[7], or its score, holds NaN or infinity (2 of 12 texts)"
+        if isinstance(failed, Internal):
+            assert (failed.reason, [each.field for each in failed.violations]) == (
+                "NON_FINITE_VECTOR",
+                [f"{field}[3]", f"{field}[7]"],
+            )
+            assert message in failed.message
+        else:
+            error = failed.json()["error"]
+            assert (failed.status_code, error["code"], error["param"]) == (500, "non_finite_vector", f"{field}[3]")
+            assert message in error["message"]
+        np.testing.assert_array_equal(await other, expected[:2])
+
+
 async def test_documents_are_ranked_and_pairs_scored(ranker) -> None:
     scheduler, gateway = ranker
     stub: Any = EmbeddingServiceStub(gateway.channel)
@@ -254,6 +291,91 @@ async def test_tensors_of_vectors_over_http_and_their_metadata(embedder, ranker)
         assert message in refused.json()["error"]
 
 
+async def test_coheres_form_has_the_same_vectors_in_each_format(embedder, scheduler) -> None:
+    rig, texts = embedder[1], ["the cat", "a dog", LONG]
+    types = ["float", "int8", "uint8", "binary", "ubinary", "base64"]
+    body = {"texts": texts, "input_type": "search_query", "embedding_types": types}
+    answer = (await rig.http.post("/v2/embed", json=body)).json()
+    expected = await over_http(rig, input=texts, prompt_name="query", truncate=True)
+    found = answer["embeddings"]
+    assert list(found) == types
+    np.testing.assert_array_equal(np.array(found["float"], np.float32), expected)
+    assert np.frombuffer(base64.b64decode(found["base64"][1]), "<f4").tolist() == found["float"][1]
+    assert np.abs(np.array(found["int8"]) - 127 * expected / expected.max(axis=1, keepdims=True)).max() <= 0.5
+    assert (np.array(found["uint8"]) - 128).tolist() == found["int8"]
+    assert found["ubinary"] == np.packbits(expected > 0, axis=1).tolist()
+    assert (np.array(found["ubinary"]) - 128).tolist() == found["binary"]
+    assert answer["meta"]["billed_units"] == {
+        "input_tokens": sum(len(each.prompt_token_ids) // 4 for each in scheduler.submits[:3])
+    }
+    begins, ends = (np.frombuffer(each.prompt_token_ids, np.int32) for each in scheduler.submits[:3:2])
+    assert (begins[0], begins[-1]) == (ends[0], ends[-1])
+    scheduler.submits.clear()
+    short = (await rig.http.post("/v2/embed", json={"texts": ["big " + LONG], "truncate": "START"})).json()
+    (cut,) = (np.frombuffer(each.prompt_token_ids, np.int32) for each in scheduler.submits)
+    of_end = await over_http(rig, input=cut.tolist())
+    np.testing.assert_array_equal(np.array(short["embeddings"]["float"], np.float32), of_end)
+    assert (len(cut), cut[0], cut[-1]) == (len(ends), ends[0], ends[-1])
+    assert len((await over_http(rig, input=[cut.tolist()], dimensions=8))[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/v2/embed", {"texts": []}, "texts is empty; it must have at least one text"),
+        ("/v2/embed", {"texts": ["a"], "input_type": "image"}, "input_type"),
+        ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "int4"]}, "embedding_types[1]"),
+        (
+            "/v2/embed",
+            {"texts": ["a"], "output_dimension": 49},
+            "output_dimension is 49; vectors of",
+        ),
+        (
+            "/v2/embed",
+            {"texts": ["a"], "output_dimension": 9, "embedding_types": ["binary"]},
+            "packs 8 numbers into one",
+        ),
+        ("/v2/embed", {"texts": ["a", LONG], "truncate": "NONE"}, "texts[1] has"),
+        ("/v2/embed", {"images": ["data:"], "texts": ["a"]}, "images"),
+        ("/v2/embed", {"texts": ["a"], "max_tokens": 5}, "; shorten the texts"),
+        ("/embed", {"inputs": [], "normalize": True}, "inputs is empty"),
+        ("/embed", {"inputs": ["a", LONG]}, "inputs[1] has"),
+        ("/embed", {"inputs": 5}, "a string or a list of strings"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, "inputs.sentences is empty"),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["a", LONG]}}, "inputs.sentences[1] has"),
+        ("/rerank", {"query": "a", "texts": ["a"]}, "wrong_kind_of_model"),
+    ],
+)
+async def test_other_forms_name_what_has_no_vector(embedder, scheduler, path: str, body: dict, message: str) -> None:
+    response = await embedder[1].http.post(path, json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert message in f"{error['message']} {error['code']}"
+    assert not scheduler.submits
+
+
+async def test_the_client_of_hugging_face_gets_vectors_similarities_and_ranks(embedder, ranker, monkeypatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    url = embedder[1].http_url
+    embeds, compares = InferenceClient(f"{url}/embed"), InferenceClient(f"{url}/similarity")
+    vectors = await asyncio.to_thread(embeds.feature_extraction, "the cat", truncate=True, truncation_direction="left")
+    expected = await over_http(embedder[1], input=["the cat", "a dog"])
+    scaled = expected / np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors, scaled[:1], rtol=1e-6)
+    cosines = await asyncio.to_thread(compares.sentence_similarity, "the cat", other_sentences=["the cat", "a dog"])
+    np.testing.assert_allclose(cosines, [1, scaled[0] @ scaled[1]], rtol=1e-6)
+    raw = (await embedder[1].http.post("/embed", json={"inputs": ["a dog"], "normalize": False})).json()
+    np.testing.assert_array_equal(np.array(raw, np.float32), expected[1:])
+    body = {"query": "cat", "texts": DOCUMENTS, "return_text": True}
+    ranks = (await ranker[1].http.post("/rerank", json=body)).json()
+    ours = (await ranker[1].http.post("/v2/rerank", json={"query": "cat", "documents": DOCUMENTS})).json()
+    assert ranks == [
+        {"index": each["index"], "score": each["relevance_score"], "text": DOCUMENTS[each["index"]]}
+        for each in ours["results"]
+    ]
+    assert ours["meta"] == {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
+
+
 async def test_python_clients_and_commands_give_the_same(
     embedder, scheduler, ranker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +388,20 @@ async def test_python_clients_and_commands_give_the_same(
         assert len((await client.embed("a")).vectors) == 1
         with pytest.raises(InvalidArgument, match=r"texts\[1\] is \[-1\]"):
             await client.embed([[2], [-1]])
+
+        async def batches(*sizes: int) -> AsyncIterator[list[str]]:
+            for begin, size in zip(np.cumsum([0, *sizes]), sizes, strict=False):
+                yield texts[begin : begin + size]
+
+        parts = [part async for part in client.embed_stream(batches(5, 200, 95), prompt_name="query", dimensions=7)]
+        np.testing.assert_array_equal([vector for part in parts for vector in part.vectors], expected)
+        answers = client.embed_stream([texts[:5], [LONG]])
+        assert len((await anext(answers)).vectors) == 5
+        with pytest.raises(InvalidArgument, match=r"texts\[5\] has"):
+            await anext(answers)
+        async for _ in client.embed_stream(["a"] * 10_000):
+            break
+        await scheduler.until(lambda: not scheduler.live)
 
     def command(*words: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
@@ -285,6 +421,19 @@ async def test_python_clients_and_commands_give_the_same(
         assert command("rerank", "cat")[2] == "quire rerank: error: stdin holds no text\n"
 
     def embed() -> None:
+        def failing() -> Iterator[list[str]]:
+            yield texts[:3]
+            raise KeyError("no fourth")
+
+        with Client(embedder[1].gateway.grpc_address) as client:
+            parts = [*client.embed_stream(iter([texts[:3], texts[3:]]), prompt_name="query", dimensions=7, timeout_s=9)]
+            np.testing.assert_array_equal([vector for part in parts for vector in part.vectors], expected)
+            answers = client.embed_stream(failing())
+            assert len(next(answers).vectors) == 3
+            with pytest.raises(KeyError, match="no fourth"):
+                next(answers)
+            with pytest.raises(InvalidArgument, match=r"texts\[0\] is \[-1\]"):
+                next(client.embed_stream([[[-1]]]))
         monkeypatch.setenv("QUIRE_ADDRESS", embedder[1].gateway.grpc_address)
         flags = ("--prompt-name=query", "--dimensions=7")
         status, out, _ = command("embed", *flags, "--file=-", stdin="\n".join(texts))

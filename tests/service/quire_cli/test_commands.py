@@ -17,7 +17,7 @@ import pytest
 from quire.client import Replica
 from quire.common.v1 import common_pb2
 from quire.rpc.process import missing_package
-from quire_cli import status
+from quire_cli import mcp, status
 from quire_cli.main import COMMANDS, GROUPS, main
 from tests.support.fake_gateway import FakeGatewayThread, running_fake_gateway
 
@@ -40,6 +40,41 @@ def test_generate_passes_flags_on(run: Run, gateway: FakeGatewayThread) -> None:
     assert request.sampling.HasField("temperature")
     assert (request.sampling.seed, request.stopping.max_tokens, request.model) == (7, 3, "fake")
     assert list(request.stopping.stop) == ["a, b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        *(
+            ([f"--http={address}"], f'--http is "{address}"; it must be HOST:PORT, with a port from 1 to 65535')
+            for address in ("nowhere", "/run/mcp.sock", "unix:/run/mcp.sock", "127.0.0.1:70000", "127.0.0.1:0")
+        ),
+        (["--http=127.0.0.1:8765", "--api-key=sk"], "an API key is given with --http, where callers show their own"),
+        (["--http=127.0.0.1:8765", "--address=https://x", "--tls-ca-file=missing.pem"], "missing.pem"),
+        (["--allow-changes=maybe"], "maybe"),
+        (["--allow-change"], "did you mean --allow-changes?"),
+        (["--http=127.0.0.1:8765", "--address=ftp://x"], "ftp://x"),
+    ],
+)
+def test_mcp_refuses_flags_in_one_line(run: Run, flags: list[str], message: str) -> None:
+    status, _, stderr = run("mcp", *flags)
+    assert (status, stderr.count("\n")) == (2, 1), stderr
+    assert stderr.startswith("quire mcp: error: ")
+    assert message in stderr
+
+
+def test_mcp_serves_nothing_to_callers_of_a_gateway_that_does_not_answer(run: Run) -> None:
+    status, _, stderr = run("mcp", "--http=127.0.0.1:8765", f"--address=http://{NOBODY}")
+    assert (status, stderr.count("\n")) == (1, 1)
+    assert NOBODY in stderr
+
+
+async def test_mcp_offers_changes_only_if_they_are_allowed() -> None:
+    for allows in (False, True):
+        flags = replace(mcp.McpFlags(), allow_changes=allows)
+        tools = await mcp.make_server(flags, mcp.McpFlags).list_tools()
+        changing = [tool.name for tool in tools if tool.annotations is None or not tool.annotations.read_only_hint]
+        assert changing == (["drain_replica"] if allows else [])
 
 
 def test_the_environment_names_a_served_model_and_not_a_directory(

@@ -42,7 +42,11 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     },
     # A worker starts once this is imported, and takes longest.
     {"quire_cli.serve": ("pydantic", "quire.client", "quire.rpc.server")},
-    {"quire.testing.plugin": ("grpc", "numpy", "yaml"), "quire_cli.scripted_server": ("kernels", "worker_svc")},
+    {
+        "quire.testing.plugin": ("grpc", "numpy", "yaml"),
+        # It starts within a second.
+        "quire_cli.scripted_server": ("kernels", "worker_svc", "llguidance", "opentelemetry.trace", "grpc_channelz"),
+    },
     {"kernels": ("numpy",), "quire.model_files.model_source": ("grpc", "tokenizers")},
 ]
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
@@ -190,6 +191,45 @@ def test_scores_are_those_of_a_cross_encoder(name: str, tmp_path: Path) -> None:
 
     found = run(WholeEngine(f"--model={path}", "--dtype=float32", *SMALL), asyncio.run(prompts_of()))
     torch.testing.assert_close(torch.tensor(found[:, 0]), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_of_texts_ranks_if_flags_say_how(tmp_path: Path) -> None:
+    """As Qwen3-Reranker was first published: the probability of yes, of both answers."""
+    path = make_decoder(tmp_path / "tiny", modules=None, template="{{ messages[0].content }}")
+    template = tmp_path / "score.jinja"
+    template.write_text(PAIR_TEMPLATE)
+    directory = ModelDirectory.open(path)
+    tokens = [word for word in ("Ġthe", "Ġa", "s", "t") if directory.id_of(word) is not None][:2]
+    made = ServedModel.open(path, None, FairExecutor(1), score_tokens=tokens, score_template=template).pairs
+    assert made is not None
+    pairs = [("Where are blocks kept?", text or "nothing") for text in TEXTS]
+
+    async def prompts_of() -> list[list[int]]:
+        return [await made.encode(*pair) for pair in pairs]
+
+    prompts = asyncio.run(prompts_of())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = torch.stack([model(torch.tensor([each])).logits[0, -1] for each in prompts])
+    expected = logits[:, [directory.id_of(each) or 0 for each in tokens]].softmax(1)[:, 0]
+    flags = (f"--model={path}", "--dtype=float32", f"--score-tokens={','.join(tokens)}")
+    found = run(WholeEngine(*flags, *SMALL), prompts)
+    torch.testing.assert_close(torch.tensor(found[:, 0]), expected, rtol=1e-4, atol=1e-4)
+    for given, message in (
+        (("a b c", "s"), 'has "a b c", which is not a token of'),
+        (("s",), "is 's'; it must be two tokens, such as yes,no"),
+        (("s", "s"), "is 's,s'; it must be two tokens"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            vector_files(directory, score_tokens=given)
+    with pytest.raises(ConfigurationError, match="--score-tokens makes a model that ranks; give one of them"):
+        vector_files(directory, "last", tokens)
+    with pytest.raises(ConfigurationError, match=r"does not show messages .* or --score-template"):
+        ServedModel.open(path, None, FairExecutor(1), score_tokens=tokens)
+    with pytest.raises(ConfigurationError, match="ranks nothing by a template"):
+        ServedModel.open(path, None, FairExecutor(1), score_template=template)
+    with pytest.raises(ConfigurationError, match=r"--score-template .*missing.jinja: .*No such file"):
+        ServedModel.open(path, None, FairExecutor(1), score_tokens=tokens, score_template=tmp_path / "missing.jinja")
 
 
 @pytest.mark.parametrize(
