@@ -18,7 +18,7 @@ from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
-from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.request import RequestKey, max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
@@ -109,6 +109,8 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+        if (leader := self._leader(sequences)) is not None:
+            return self._allocate_behind(leader, sequences)
         if self.states.size:
             # Each sequence continues from a checkpoint of its own, which no other one may evict before.
             kept = [self.cached_start(each).all_blocks for each in sequences]
@@ -127,6 +129,46 @@ class BlockManager(BlockTables[Sequence]):
             _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
 
+    def _leader(self, sequences: SequenceOf[Sequence]) -> Sequence | None:
+        """The sequence that has, or computes, the start that all of these share; None if each continues from a
+        checkpoint of its own, or if there are no states."""
+        if len(sequences) == 1 or not self.states.size:
+            return None
+        end = num_shared(sequences[0].request, self._config)
+        for each in sequences:
+            if len(self.cached_start(each).blocks) < end * self.num_groups:
+                return each
+        return sequences[0] if max_blocks_apart(sequences[0].request, self._config) is None else None
+
+    def _allocate_behind(self, leader: Sequence, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+        """`allocate_slots`: all share the blocks of the leader at the start of their prompt. If it has to compute some
+        of these, the others wait for its state behind them."""
+        end, cached = num_shared(leader.request, self._config), self.cached_start(leader).blocks
+        self.reuse(leader, cached)
+        cached = self.more_cached(leader, cached, end)
+        leader.block_table = self._extended(cached, leader)
+        num_cached, shared = len(cached) // self.num_groups, leader.block_table[: end * self.num_groups]
+        for each in sequences:
+            if each is leader:
+                continue
+            self.pool.touch(shared)
+            each.block_table, each.cached_start = self._extended(shared, each), None
+            self.states.begin(each, [], self.take)
+            if num_cached < end:
+                each.leader = leader
+            elif end:
+                (content,) = each.prefix_hashes.between(end - 1, end, each.token_ids)
+                self.states.begin_further(each, self.names.state(content), self.host)
+        ends = (num_cached if each is leader else end for each in sequences)
+        return [(number * self.block_size, number) for number in ends]
+
+    def taken_from_cache(self, sequences: SequenceOf[Sequence], *, with_checkpoints: bool = True) -> list[BlockId]:
+        """The cached blocks that `allocate_slots` takes, each once."""
+        leader = self._leader(sequences)
+        starts = [self.cached_start(each) for each in (sequences if leader is None else [leader])]
+        tables = (start.all_blocks if with_checkpoints else start.blocks for start in starts)
+        return list(dict.fromkeys(itertools.chain(*tables)))
+
     def free(self, *sequences: Sequence) -> None:
         if self.states.size:
             for sequence in sequences:
@@ -136,7 +178,7 @@ class BlockManager(BlockTables[Sequence]):
         if self.states.size:
             self.pool.free(*(sequence.state_blocks for sequence in sequences))
             for sequence in sequences:
-                sequence.state_blocks = []
+                sequence.state_blocks, sequence.leader = [], None
 
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
         if not self.blank:
@@ -170,14 +212,14 @@ class BlockManager(BlockTables[Sequence]):
         OutOfBlocksError."""
         return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
 
-    def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
+    def more_cached(self, sequence: Sequence, shared: list[BlockId], max_blocks: int = sys.maxsize) -> list[BlockId]:
         """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
         the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
-        neither."""
+        neither, or before `max_blocks` of each group."""
         if not self.host.caches:
             return shared
         start = len(shared) // self.num_groups
-        hashes = _find(self, sequence, start, lambda name: _is_here(self, name))
+        hashes = _find(self, sequence, start, lambda name: _is_here(self, name), max_blocks)
         end = len(hashes)
         self.num_looked_up += max(end - start, 0)
         if end <= start:
@@ -232,6 +274,11 @@ class BlockManager(BlockTables[Sequence]):
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
+        if (leader := self._leader(sequences)) is not None:
+            start, end = self.cached_start(leader), num_shared(leader.request, self._config) * self.num_groups
+            num_new = self.num_new(len(start.blocks), leader)
+            num_new += sum(self.num_new(end, each) for each in sequences if each is not leader)
+            return num_new + _num_held(self, [start]) + self.states.size * len(sequences)
         if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
             num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
@@ -419,12 +466,16 @@ def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
 
 
 def _find(
-    blocks: BlockManager, sequence: Sequence, first: int, is_found: Callable[[BlockHash], bool]
+    blocks: BlockManager,
+    sequence: Sequence,
+    first: int,
+    is_found: Callable[[BlockHash], bool],
+    max_blocks: int = sys.maxsize,
 ) -> list[BlockHash]:
-    """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
-    groups before the logical index `first` are known to be."""
+    """The hashes of the longest start of the sequence, of at most `max_blocks`, whose needed blocks are all found. Its
+    blocks of the full groups before the logical index `first` are known to be."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-    for index in range(first, blocks.states.num_shareable(sequence)):
+    for index in range(first, min(blocks.states.num_shareable(sequence), max_blocks)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
         if not all(map(is_found, blocks.names.full(content))):
             break
