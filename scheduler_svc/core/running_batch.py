@@ -101,7 +101,8 @@ class RowTable(batch.RowTable[Sequence]):
 
     def fork(self, parent: int, child: int, block_size: int) -> None:
         super().fork(parent, child, block_size)
-        self.num_unsure[child] = self.waits[child] = 0
+        self.waits[child] = False
+        self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.windows_start[child] = self.windows_start[parent]
