@@ -555,6 +555,9 @@ class CheckedScheduler(Scheduler):
         table, chunks = self.batch.rows, dict(zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True))
         row, (order, length) = min(prefilled.items(), key=lambda each: (each[1][0], each[0]))
         is_first = all(table.order[each.row] > order for each in plan.assign) and row not in plan.release.tolist()
+        # Rows that waited for a state may begin before it.
+        begun = (each for each, count in chunks.items() if count > 1 and each not in prefilled)
+        is_first &= all(table.order[each] > order for each in begun)
         if plan.max_drafts is not None or not is_first:
             return
         num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
