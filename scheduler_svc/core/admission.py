@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import VictimTables, num_cached
+from scheduler_svc.core.kv_cache import VictimTables, num_cached, taken_from_cache
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
@@ -93,7 +93,7 @@ class Room:
         """Keeps the blocks of a group that waits and fits, and with them its rows."""
         blocks = self._batch.blocks
         num_blocks = self._blocks_taken(group) + self.growth_of(group)
-        cached = blocks.taken_from_cache(group.computing)
+        cached = taken_from_cache(blocks, group.computing)
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
         self._reservations.add(Kind.PROMISE, group.request.key, [*cached, *blocks.take(num_blocks)])
@@ -136,7 +136,7 @@ class Room:
         arriving = set(itertools.chain(*fetches))
         cached = set(itertools.chain(*(blocks.cached(each) for each in group.computing)))
         if blocks.states.size:
-            cached = set(blocks.taken_from_cache(group.computing, with_checkpoints=not blocks.host.caches))
+            cached = set(taken_from_cache(blocks, group.computing, with_checkpoints=not blocks.host.caches))
         cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])
@@ -188,7 +188,7 @@ class Room:
             most += int(np.count_nonzero(may_leave)) * blocks.states.size
             if missing > most or was_futile:
                 return []
-        tables = VictimTables(blocks.pool, taken=blocks.taken_from_cache(group.computing))
+        tables = VictimTables(blocks.pool, taken=taken_from_cache(blocks, group.computing))
         victims: list[SequenceGroup] = []
         for victim in candidates:
             victims.append(victim)

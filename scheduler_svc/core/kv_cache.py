@@ -48,7 +48,7 @@ class BlockManager(BlockTables[Sequence]):
         self.host = host
         """Keeps blocks that the pool evicts."""
         self.names = BlockNames(config.layout, config.state_blocks)
-        self._config = config
+        self.config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
         self.states = States(config, pool, self.names)
@@ -74,7 +74,7 @@ class BlockManager(BlockTables[Sequence]):
             self.blank_on_host = frozenset(self._unread)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return self._config.blocks_for(num_tokens)
+        return self.config.blocks_for(num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
@@ -109,8 +109,8 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
-        if (leader := self._leader(sequences)) is not None:
-            return self._allocate_behind(leader, sequences)
+        if (leader := _leader(self, sequences)) is not None:
+            return _allocate_behind(self, leader, sequences)
         if self.states.size:
             # Each sequence continues from a checkpoint of its own, which no other one may evict before.
             kept = [self.cached_start(each).all_blocks for each in sequences]
@@ -128,46 +128,6 @@ class BlockManager(BlockTables[Sequence]):
             starts.append(self._allocate_one(sequence, shared))
             _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
-
-    def _leader(self, sequences: SequenceOf[Sequence]) -> Sequence | None:
-        """The sequence that has, or computes, the start that all of these share; None if each continues from a
-        checkpoint of its own, or if there are no states."""
-        if len(sequences) == 1 or not self.states.size:
-            return None
-        end = num_shared(sequences[0].request, self._config)
-        for each in sequences:
-            if len(self.cached_start(each).blocks) < end * self.num_groups:
-                return each
-        return sequences[0] if max_blocks_apart(sequences[0].request, self._config) is None else None
-
-    def _allocate_behind(self, leader: Sequence, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
-        """`allocate_slots`: all share the blocks of the leader at the start of their prompt. If it has to compute some
-        of these, the others wait for its state behind them."""
-        end, cached = num_shared(leader.request, self._config), self.cached_start(leader).blocks
-        self.reuse(leader, cached)
-        cached = self.more_cached(leader, cached, end)
-        leader.block_table = self._extended(cached, leader)
-        num_cached, shared = len(cached) // self.num_groups, leader.block_table[: end * self.num_groups]
-        for each in sequences:
-            if each is leader:
-                continue
-            self.pool.touch(shared)
-            each.block_table, each.cached_start = self._extended(shared, each), None
-            self.states.begin(each, [], self.take)
-            if num_cached < end:
-                each.leader = leader
-            elif end:
-                (content,) = each.prefix_hashes.between(end - 1, end, each.token_ids)
-                self.states.begin_further(each, self.names.state(content), self.host)
-        ends = (num_cached if each is leader else end for each in sequences)
-        return [(number * self.block_size, number) for number in ends]
-
-    def taken_from_cache(self, sequences: SequenceOf[Sequence], *, with_checkpoints: bool = True) -> list[BlockId]:
-        """The cached blocks that `allocate_slots` takes, each once."""
-        leader = self._leader(sequences)
-        starts = [self.cached_start(each) for each in (sequences if leader is None else [leader])]
-        tables = (start.all_blocks if with_checkpoints else start.blocks for start in starts)
-        return list(dict.fromkeys(itertools.chain(*tables)))
 
     def free(self, *sequences: Sequence) -> None:
         if self.states.size:
@@ -274,8 +234,8 @@ class BlockManager(BlockTables[Sequence]):
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
-        if (leader := self._leader(sequences)) is not None:
-            start, end = self.cached_start(leader), num_shared(leader.request, self._config) * self.num_groups
+        if (leader := _leader(self, sequences)) is not None:
+            start, end = self.cached_start(leader), num_shared(leader.request, self.config) * self.num_groups
             num_new = self.num_new(len(start.blocks), leader)
             num_new += sum(self.num_new(end, each) for each in sequences if each is not leader)
             return num_new + _num_held(self, [start]) + self.states.size * len(sequences)
@@ -437,6 +397,51 @@ class BlockManager(BlockTables[Sequence]):
         first = len(start.blocks) // self.num_groups
         end = min(max(first, start.num_found) + count, self.states.num_shareable(sequence))
         return first, sequence.prefix_hashes.between(first, end, sequence.token_ids)
+
+
+def _leader(blocks: BlockManager, sequences: SequenceOf[Sequence]) -> Sequence | None:
+    """The sequence that has, or computes, the start that all of these share; None if each continues from a
+    checkpoint of its own, or if there are no states."""
+    if len(sequences) == 1 or not blocks.states.size:
+        return None
+    end = num_shared(sequences[0].request, blocks.config)
+    for each in sequences:
+        if len(blocks.cached_start(each).blocks) < end * blocks.num_groups:
+            return each
+    return sequences[0] if max_blocks_apart(sequences[0].request, blocks.config) is None else None
+
+
+def _allocate_behind(blocks: BlockManager, leader: Sequence, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+    """`allocate_slots`: all share the blocks of the leader at the start of their prompt. If it has to compute some
+    of these, the others wait for its state behind them."""
+    end, cached = num_shared(leader.request, blocks.config), blocks.cached_start(leader).blocks
+    blocks.reuse(leader, cached)
+    cached = blocks.more_cached(leader, cached, end)
+    leader.block_table = blocks._extended(cached, leader)
+    num_cached, shared = len(cached) // blocks.num_groups, leader.block_table[: end * blocks.num_groups]
+    for each in sequences:
+        if each is leader:
+            continue
+        blocks.pool.touch(shared)
+        each.block_table, each.cached_start = blocks._extended(shared, each), None
+        blocks.states.begin(each, [], blocks.take)
+        if num_cached < end:
+            each.leader = leader
+        elif end:
+            (content,) = each.prefix_hashes.between(end - 1, end, each.token_ids)
+            blocks.states.begin_further(each, blocks.names.state(content), blocks.host)
+    ends = (num_cached if each is leader else end for each in sequences)
+    return [(number * blocks.block_size, number) for number in ends]
+
+
+def taken_from_cache(
+    blocks: BlockManager, sequences: SequenceOf[Sequence], *, with_checkpoints: bool = True
+) -> list[BlockId]:
+    """The cached blocks that `allocate_slots` takes, each once."""
+    leader = _leader(blocks, sequences)
+    starts = [blocks.cached_start(each) for each in (sequences if leader is None else [leader])]
+    tables = (start.all_blocks if with_checkpoints else start.blocks for start in starts)
+    return list(dict.fromkeys(itertools.chain(*tables)))
 
 
 def _num_held(blocks: BlockManager, starts: SequenceOf[CachedStart]) -> int:
