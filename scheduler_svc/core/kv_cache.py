@@ -147,9 +147,9 @@ class BlockManager(BlockTables[Sequence]):
         num_windowed = self.windows.first_end(first, end, sequence) - first
         return self.layout.num_full * (end - first) + self.layout.num_windowed * num_windowed
 
-    def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
+    def extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         if not self.blank:
-            return super()._extended(table, sequence)
+            return super().extended(table, sequence)
         blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
         sequence.windows_end = near = self.windows.first_end(first, end, sequence)
@@ -417,13 +417,13 @@ def _allocate_behind(blocks: BlockManager, leader: Sequence, sequences: Sequence
     end, cached = num_shared(leader.request, blocks.config), blocks.cached_start(leader).blocks
     blocks.reuse(leader, cached)
     cached = blocks.more_cached(leader, cached, end)
-    leader.block_table = blocks._extended(cached, leader)
+    leader.block_table = blocks.extended(cached, leader)
     num_cached, shared = len(cached) // blocks.num_groups, leader.block_table[: end * blocks.num_groups]
     for each in sequences:
         if each is leader:
             continue
         blocks.pool.touch(shared)
-        each.block_table, each.cached_start = blocks._extended(shared, each), None
+        each.block_table, each.cached_start = blocks.extended(shared, each), None
         blocks.states.begin(each, [], blocks.take)
         if num_cached < end:
             each.leader = leader

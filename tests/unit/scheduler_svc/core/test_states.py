@@ -103,8 +103,7 @@ def test_sequences_that_parted_are_computed_again_in_the_smallest_pool_that_thei
 ):
     request = make_request(1, prompt_len=20, max_tokens=12, num_sequences=3)
     num_blocks = max_blocks(request, make_config(**STATED))
-    # All share the first 18 tokens of the prompt, in 4 blocks. Each has 4 blocks of its own and its state; there is also
-    # room for a checkpoint.
+    # All share 4 blocks of the prompt. Each has 4 blocks of its own and its state; there is room for a checkpoint.
     assert num_blocks == 4 + 3 * (4 + 2) + 2
     driver = Driver(make_config(**STATED | {"num_blocks": num_blocks}))
     # Fills the pool with other content.
