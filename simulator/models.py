@@ -173,9 +173,14 @@ class ModelShape:
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of a block on all devices: `block_size` tokens of the layers of one group, or a part of a state."""
-        if (states := self.states) is not None:
-            return states.num_ranks * states.block_bytes(self.slot_bytes * block_size // states.num_ranks)
-        return self.cut(block_size)[0] * self.slot_bytes // self.num_layers * block_size
+        return self.bytes_of(self.cut(block_size)[0], block_size)
+
+    def bytes_of(self, num_layers: int, block_size: int) -> int:
+        """Bytes of a block of this number of layers."""
+        of_tokens = num_layers * self.slot_bytes // max(self.num_attending, 1) * block_size
+        if (states := self.states) is None:
+            return of_tokens
+        return states.num_ranks * states.block_bytes(of_tokens // states.num_ranks)
 
     @property
     def state_bytes(self) -> int:
@@ -199,16 +204,23 @@ class ModelShape:
 
 @cache
 def _cut(model: ModelShape, block_size: int) -> tuple[int, LayerGroups]:
-    cuts = [(model.num_layers, ONE_GROUP)]
+    whole = model.num_attending, ONE_GROUP
+    cuts = [whole]
     num_tokens = min(_COMPARED_TOKENS, model.max_model_len)
     # The last token of a prompt may have a step of its own, which then computes the token before it, too.
-    if model.states is None and model.num_windowed and model.window + 1 < model.max_model_len:
-        for layers in range(model.num_layers, 0, -1):
-            counts = (model.num_layers - model.num_windowed, model.num_windowed)
+    if model.num_windowed and model.window + 1 < model.max_model_len:
+        for layers in range(model.num_attending, 0, -1):
+            counts = (model.num_attending - model.num_windowed, model.num_windowed)
             full, windowed = (-(-count // layers) for count in counts)
             cuts.append((layers, LayerGroups(full, windowed, model.window + 1)))
     sizes = [layers * groups.max_blocks(num_tokens, block_size) for layers, groups in cuts]
-    return next(cut for cut, size in zip(cuts, sizes, strict=True) if size <= _MAX_WASTE * min(sizes))
+    cut = next(cut for cut, size in zip(cuts, sizes, strict=True) if size <= _MAX_WASTE * min(sizes))
+
+    def memory_of(cut: tuple[int, LayerGroups]) -> int:
+        return model.bytes_of(cut[0], block_size) * cut[1].max_blocks(model.max_model_len, block_size)
+
+    # A block holds at least a part of a state.
+    return cut if model.states is None or memory_of(cut) < memory_of(whole) else whole
 
 
 _OTHER_KINDS = {

@@ -36,21 +36,25 @@ def choose_cut(
             f"layers of {model.architecture} keep states of sequences, and the device is {model.device.type}; use "
             "--device cpu"
         )
-    cut = cut_layers(layers, max_model_len, settings.block_size)
-    num_shapes = len({(each.num_kv_heads, each.head_dim) for each in layers})
-    if model.state is None and not cut.groups.num_windowed:
-        return cut
+    whole, cut = LayerCut(layers), cut_layers(layers, max_model_len, settings.block_size)
+    num_shapes, dtype = len({(each.num_kv_heads, each.head_dim) for each in layers}), settings.kv_cache_dtype
+
+    def memory_of(cut: LayerCut) -> int:
+        bytes_per_block = block_bytes(model, settings.block_size, requested_pool_dtype(dtype, model), cut.slots)
+        return bytes_per_block * cut.groups.max_blocks(max_model_len, settings.block_size)
+
+    if not cut.groups.num_windowed:
+        return whole
     if draft_model is not None:
         reason = "blocks hold the layers of a draft model, too"
-    elif model.state is not None:
-        reason = "other layers keep states"
-    elif num_shapes > 1 and settings.kv_cache_dtype == "int8":
+    elif model.state is not None and memory_of(cut) >= memory_of(whole):
+        reason = "a block holds at least a part of a state, and would be larger than its tokens"
+    elif num_shapes > 1 and dtype == "int8":
         reason = "in int8, their keys do not fit into the keys of other layers"
     else:
         return cut
-    if cut.groups.num_windowed:
-        _logger.info("layers with a window keep all tokens: %s", reason)
-    return LayerCut(layers)
+    _logger.info("layers with a window keep all tokens: %s", reason)
+    return whole
 
 
 def kv_namespace(

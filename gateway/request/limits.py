@@ -92,16 +92,15 @@ class Pool:
         """The maximum tokens of each of `num_sequences` sequences of one prompt, if no other sequence runs.
 
         The sequences share only the full blocks of the prompt, or all of the prompt if each gets a single token. With
-        states they may share nothing. The last token of each is never computed.
+        states each has its own, and two tokens of the prompt. The last token of each is never computed.
         """
         if self.has_windows and num_sequences == 1:
             return sys.maxsize
-        if self.state_blocks:
-            return max(self.num_blocks // num_sequences - 2 * self.state_blocks, 0) * self.block_size + 1
-        shared = prompt_tokens // self.block_size
-        own = (self.num_blocks - shared) // num_sequences
+        num_blocks = max(self.num_blocks - (num_sequences + 1) * self.state_blocks, 0)
+        shared = max(prompt_tokens - 2 * (num_sequences > 1 and self.state_blocks > 0), 0) // self.block_size
+        own = (num_blocks - shared) // num_sequences
         longest = (shared + own) * self.block_size + 1
-        return max(longest, prompt_tokens + 1) if prompt_tokens <= self.num_blocks * self.block_size else longest
+        return max(longest, prompt_tokens + 1) if prompt_tokens <= num_blocks * self.block_size else longest
 
 
 @dataclass(frozen=True, slots=True)

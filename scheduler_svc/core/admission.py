@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from scheduler_svc.core.kv_cache import VictimTables, num_cached
+from scheduler_svc.core.kv_cache import VictimTables, num_cached, taken_from_cache
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.policy import Queues
 from scheduler_svc.core.request import RequestKey
@@ -93,8 +93,7 @@ class Room:
         """Keeps the blocks of a group that waits and fits, and with them its rows."""
         blocks = self._batch.blocks
         num_blocks = self._blocks_taken(group) + self.growth_of(group)
-        starts = [blocks.cached_start(each) for each in group.computing]
-        cached = list(dict.fromkeys(itertools.chain(*(start.all_blocks for start in starts))))
+        cached = taken_from_cache(blocks, group.computing)
         num_blocks = min(num_blocks, blocks.pool.num_free) - blocks.pool.num_free_of(cached)
         blocks.pool.touch(cached)
         self._reservations.add(Kind.PROMISE, group.request.key, [*cached, *blocks.take(num_blocks)])
@@ -136,8 +135,8 @@ class Room:
         blocks, fetches = self._batch.blocks, self._reservations.tables(Kind.FETCH, Kind.FETCH_START)
         arriving = set(itertools.chain(*fetches))
         cached = set(itertools.chain(*(blocks.cached(each) for each in group.computing)))
-        if blocks.states.size and not blocks.host.caches:
-            cached.update(*(blocks.cached_start(each).checkpoint for each in group.computing))
+        if blocks.states.size:
+            cached = set(taken_from_cache(blocks, group.computing, with_checkpoints=not blocks.host.caches))
         cached -= arriving | blocks.blank
         needed, _ = self._blocks_needed(group, to_grow)
         needed += len(cached) - blocks.pool.num_free_of([*cached])
@@ -189,8 +188,7 @@ class Room:
             most += int(np.count_nonzero(may_leave)) * blocks.states.size
             if missing > most or was_futile:
                 return []
-        starts = [blocks.cached_start(sequence) for sequence in group.computing]
-        tables = VictimTables(blocks.pool, taken=[block for start in starts for block in start.all_blocks])
+        tables = VictimTables(blocks.pool, taken=taken_from_cache(blocks, group.computing))
         victims: list[SequenceGroup] = []
         for victim in candidates:
             victims.append(victim)
@@ -238,6 +236,7 @@ class TokenShares:
     def add_prefills(self) -> None:
         """Begins a step's chunks: continues the prefills in order until the budget is spent."""
         self._num_uncached.clear()
+        self._batch.begin_followers()
         rows = self._batch.rows.prefilling().tolist()
         lengths = [self._batch.rows.num_uncomputed(row) for row in rows]
         shortest_behind = [*itertools.accumulate(reversed(lengths), min, initial=sys.maxsize)][::-1][1:]
@@ -249,6 +248,8 @@ class TokenShares:
     def add_chunk(self, row: int, shortest_behind: int = sys.maxsize) -> None:
         """Adds the row's next chunk, or sets its share of the budget aside until `add_set_aside`, so that shorter
         prompts get the rest first. `shortest_behind` is the fewest tokens that a row behind it has to compute."""
+        if self._batch.rows.waits[row]:
+            return
         draft, length, group = self._batch.draft, self._batch.rows.num_uncomputed(row), self._group_in(row)
         least = min(LEAST_CHUNK_WITH_STATE, draft.budget) if self._batch.blocks.states.size else 1
         share = max(least, int(draft.budget * self._max_share))

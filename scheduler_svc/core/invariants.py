@@ -11,7 +11,7 @@ from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
-from scheduler_svc.core.request import max_blocks
+from scheduler_svc.core.request import max_blocks, max_blocks_apart
 from scheduler_svc.core.reservations import Kind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import Sequence
@@ -107,7 +107,8 @@ def _check_sizes(scheduler: Scheduler) -> None:
     blocks = scheduler.batch.blocks
     for queue in (scheduler.running, scheduler.swapped, scheduler.waiting):
         for group in queue:
-            most = max_blocks(group.request, scheduler.config)
+            apart = max_blocks_apart(group.request, scheduler.config)
+            most = max_blocks(group.request, scheduler.config) if apart is None else apart
             if queue is scheduler.running:
                 held = set(chain.from_iterable((*each.block_table, *each.state_blocks) for each in group.unfinished))
                 num_blocks = len(held - blocks.blank)

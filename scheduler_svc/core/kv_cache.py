@@ -18,7 +18,7 @@ from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
-from scheduler_svc.core.request import RequestKey
+from scheduler_svc.core.request import RequestKey, max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
@@ -48,7 +48,7 @@ class BlockManager(BlockTables[Sequence]):
         self.host = host
         """Keeps blocks that the pool evicts."""
         self.names = BlockNames(config.layout, config.state_blocks)
-        self._config = config
+        self.config = config
         self.windows = Windows(config, pool)
         self.blank = self.windows.blank
         self.states = States(config, pool, self.names)
@@ -74,7 +74,7 @@ class BlockManager(BlockTables[Sequence]):
             self.blank_on_host = frozenset(self._unread)
 
     def blocks_for(self, num_tokens: int) -> int:
-        return self._config.blocks_for(num_tokens)
+        return self.config.blocks_for(num_tokens)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         super().fork(parent, child)
@@ -109,6 +109,8 @@ class BlockManager(BlockTables[Sequence]):
         """
         if len(sequences) == 1:
             return [self._allocate_one(each, self.cached_start(each).blocks) for each in sequences]
+        if (leader := _leader(self, sequences)) is not None:
+            return _allocate_behind(self, leader, sequences)
         if self.states.size:
             # Each sequence continues from a checkpoint of its own, which no other one may evict before.
             kept = [self.cached_start(each).all_blocks for each in sequences]
@@ -136,7 +138,7 @@ class BlockManager(BlockTables[Sequence]):
         if self.states.size:
             self.pool.free(*(sequence.state_blocks for sequence in sequences))
             for sequence in sequences:
-                sequence.state_blocks = []
+                sequence.state_blocks, sequence.leader = [], None
 
     def num_new(self, num_entries: int, sequence: Sequence) -> int:
         if not self.blank:
@@ -145,9 +147,9 @@ class BlockManager(BlockTables[Sequence]):
         num_windowed = self.windows.first_end(first, end, sequence) - first
         return self.layout.num_full * (end - first) + self.layout.num_windowed * num_windowed
 
-    def _extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
+    def extended(self, table: list[BlockId], sequence: Sequence) -> list[BlockId]:
         if not self.blank:
-            return super()._extended(table, sequence)
+            return super().extended(table, sequence)
         blocks = self.take(self.num_new(len(table), sequence))
         first, end = len(table) // self.num_groups, -(-sequence.num_tokens // self.block_size)
         sequence.windows_end = near = self.windows.first_end(first, end, sequence)
@@ -170,14 +172,14 @@ class BlockManager(BlockTables[Sequence]):
         OutOfBlocksError."""
         return self.pool.allocate(count, self.host.evicted if self.host.caches else None)
 
-    def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
+    def more_cached(self, sequence: Sequence, shared: list[BlockId], max_blocks: int = sys.maxsize) -> list[BlockId]:
         """The shared blocks, and the blocks of the sequence behind them that the host has, in blocks of the pool that
         the next step fills. Includes blocks between them that the pool has, and ends before the first block that is in
-        neither."""
+        neither, or before `max_blocks` of each group."""
         if not self.host.caches:
             return shared
         start = len(shared) // self.num_groups
-        hashes = _find(self, sequence, start, lambda name: _is_here(self, name))
+        hashes = _find(self, sequence, start, lambda name: _is_here(self, name), max_blocks)
         end = len(hashes)
         self.num_looked_up += max(end - start, 0)
         if end <= start:
@@ -232,6 +234,11 @@ class BlockManager(BlockTables[Sequence]):
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
         """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
         the cache that `versions` names."""
+        if (leader := _leader(self, sequences)) is not None:
+            start, end = self.cached_start(leader), num_shared(leader.request, self.config) * self.num_groups
+            num_new = self.num_new(len(start.blocks), leader)
+            num_new += sum(self.num_new(end, each) for each in sequences if each is not leader)
+            return num_new + _num_held(self, [start]) + self.states.size * len(sequences)
         if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
             num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
@@ -392,6 +399,51 @@ class BlockManager(BlockTables[Sequence]):
         return first, sequence.prefix_hashes.between(first, end, sequence.token_ids)
 
 
+def _leader(blocks: BlockManager, sequences: SequenceOf[Sequence]) -> Sequence | None:
+    """The sequence that has, or computes, the start that all of these share; None if each continues from a
+    checkpoint of its own, or if there are no states."""
+    if len(sequences) == 1 or not blocks.states.size:
+        return None
+    end = num_shared(sequences[0].request, blocks.config)
+    for each in sequences:
+        if len(blocks.cached_start(each).blocks) < end * blocks.num_groups:
+            return each
+    return sequences[0] if max_blocks_apart(sequences[0].request, blocks.config) is None else None
+
+
+def _allocate_behind(blocks: BlockManager, leader: Sequence, sequences: SequenceOf[Sequence]) -> list[tuple[int, int]]:
+    """`allocate_slots`: all share the blocks of the leader at the start of their prompt. If it has to compute some
+    of these, the others wait for its state behind them."""
+    end, cached = num_shared(leader.request, blocks.config), blocks.cached_start(leader).blocks
+    blocks.reuse(leader, cached)
+    cached = blocks.more_cached(leader, cached, end)
+    leader.block_table = blocks.extended(cached, leader)
+    num_cached, shared = len(cached) // blocks.num_groups, leader.block_table[: end * blocks.num_groups]
+    for each in sequences:
+        if each is leader:
+            continue
+        blocks.pool.touch(shared)
+        each.block_table, each.cached_start = blocks.extended(shared, each), None
+        blocks.states.begin(each, [], blocks.take)
+        if num_cached < end:
+            each.leader = leader
+        elif end:
+            (content,) = each.prefix_hashes.between(end - 1, end, each.token_ids)
+            blocks.states.begin_further(each, blocks.names.state(content), blocks.host)
+    ends = (num_cached if each is leader else end for each in sequences)
+    return [(number * blocks.block_size, number) for number in ends]
+
+
+def taken_from_cache(
+    blocks: BlockManager, sequences: SequenceOf[Sequence], *, with_checkpoints: bool = True
+) -> list[BlockId]:
+    """The cached blocks that `allocate_slots` takes, each once."""
+    leader = _leader(blocks, sequences)
+    starts = [blocks.cached_start(each) for each in (sequences if leader is None else [leader])]
+    tables = (start.all_blocks if with_checkpoints else start.blocks for start in starts)
+    return list(dict.fromkeys(itertools.chain(*tables)))
+
+
 def _num_held(blocks: BlockManager, starts: SequenceOf[CachedStart]) -> int:
     """Free blocks that sequences with these cached starts take of the cache, until the step is planned. With blocks of
     the host, each may continue from a further checkpoint, and blocks of that may be in the pool."""
@@ -419,12 +471,16 @@ def _is_here(blocks: BlockManager, name: BlockHash) -> bool:
 
 
 def _find(
-    blocks: BlockManager, sequence: Sequence, first: int, is_found: Callable[[BlockHash], bool]
+    blocks: BlockManager,
+    sequence: Sequence,
+    first: int,
+    is_found: Callable[[BlockHash], bool],
+    max_blocks: int = sys.maxsize,
 ) -> list[BlockHash]:
-    """The hashes of the longest start of the sequence whose needed blocks are all found. Its blocks of the full
-    groups before the logical index `first` are known to be."""
+    """The hashes of the longest start of the sequence, of at most `max_blocks`, whose needed blocks are all found. Its
+    blocks of the full groups before the logical index `first` are known to be."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
-    for index in range(first, blocks.states.num_shareable(sequence)):
+    for index in range(first, min(blocks.states.num_shareable(sequence), max_blocks)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
         if not all(map(is_found, blocks.names.full(content))):
             break

@@ -253,19 +253,33 @@ def check_shared_bound(
 
 
 def max_blocks(request: Request, config: SchedulerConfig) -> int:
-    """The maximum number of blocks that the request ever holds: all sequences that have not ended share the full blocks
-    of the prompt, and no other blocks."""
+    """The number of blocks that the pool must have for the request: all sequences that have not ended share the full
+    blocks of the prompt, and no other blocks. Each has a state, and a checkpoint is there to begin with."""
     # The last token of a sequence is never computed.
     if request.num_sequences == 1:
         return config.blocks_for(request.max_len - 1)
-    whole, shared = -(-(request.max_len - 1) // config.block_size), len(request.prompt) // config.block_size
+    whole, shared = -(-(request.max_len - 1) // config.block_size), num_shared(request, config)
     if request.max_tokens == 1:
         shared = whole
-    num_ended = sum(each.has_ended for each in request.emitted)
-    if config.state_blocks:
-        # Sequences that are computed again need not share what they shared: each continues from a checkpoint.
-        return (request.num_sequences - num_ended) * config.blocks_for(request.max_len - 1)
-    return config.layout.num_groups * (shared + (request.num_sequences - num_ended) * (whole - shared))
+    count = _num_unended(request)
+    return config.layout.num_groups * (shared + count * (whole - shared)) + (count + 1) * config.state_blocks
+
+
+def num_shared(request: Request, config: SchedulerConfig) -> int:
+    """Blocks of prompt tokens that all sequences of the request share. If layers keep states, there is a checkpoint
+    behind them: at least two tokens of the prompt are left, since one is never computed by itself."""
+    return max(len(request.prompt) - 2 * (config.state_blocks > 0), 0) // config.block_size
+
+
+def max_blocks_apart(request: Request, config: SchedulerConfig) -> int | None:
+    """The maximum number of blocks of a request whose sequences each continue from a checkpoint of their own; None if
+    the pool has fewer. Then they continue together from the blocks of the prompt that they share."""
+    most = max_blocks(request, config) + (_num_unended(request) - 1) * config.state_blocks
+    return most if most <= config.num_usable_blocks else None
+
+
+def _num_unended(request: Request) -> int:
+    return request.num_sequences - sum(each.has_ended for each in request.emitted)
 
 
 def _check_emitted(request: Request) -> None:
@@ -293,7 +307,9 @@ def _check_size(request: Request, config: SchedulerConfig) -> None:
         raise NeverFitsError(f"best_of is {request.num_sequences}; at most {config.max_num_seqs} sequences run at once")
     needed = max_blocks(request, config)
     if needed > config.num_usable_blocks:
+        num_states = (_num_unended(request) + 1) * config.state_blocks
+        of_states = f", {num_states} of them for states" if num_states else ""
         raise NeverFitsError(
-            f"{request.num_sequences} sequences of up to {request.max_len} tokens need {needed} blocks; the pool has "
-            f"{config.num_usable_blocks}: ask for fewer sequences or tokens"
+            f"{request.num_sequences} sequences of up to {request.max_len} tokens need {needed} blocks{of_states}; the "
+            f"pool has {config.num_usable_blocks}: ask for fewer sequences or tokens"
         )

@@ -46,6 +46,8 @@ class RowTable(batch.RowTable[Sequence]):
     """Logical index from which the block table may have blocks of windowed groups."""
     shares_state: Flags
     """The sequence may share its state with a sequence that forked."""
+    waits: Flags
+    """The row begins once its sequence's leader has computed the tokens before."""
     seals_chunks: Flags
     """Each chunk of a prefill seals its blocks; False after a chunk that was not finite."""
     client: Numbers
@@ -88,12 +90,18 @@ class RowTable(batch.RowTable[Sequence]):
     def activate(self, row: int, sequence: Sequence, num_slots: int, num_computed: int) -> None:
         super().activate(row, sequence, num_slots, num_computed)
         self.num_entered[row] = sequence.num_tokens
+        self.waits[row] = sequence.leader is not None
         self.num_unsure[row] = self.windows_start[row] = 0
         self.seals_chunks[row] = True
         self.shares_state[row] = False
 
+    def prefilling(self) -> Array:
+        rows = super().prefilling()
+        return rows[~self.waits[rows]]
+
     def fork(self, parent: int, child: int, block_size: int) -> None:
         super().fork(parent, child, block_size)
+        self.waits[child] = False
         self.num_unsure[child] = 0
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
@@ -432,15 +440,41 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             size -= 1
         return 0 if computed and num_left > 0 and size == 1 else size
 
+    def _followers(self) -> dict[Sequence, list[int]]:
+        """The rows that wait, by their leader."""
+        followers: dict[Sequence, list[int]] = {}
+        for row in (self.rows.active & self.rows.waits).nonzero()[0].tolist():
+            leader = self.sequence(row).leader
+            assert leader is not None, f"row {row} waits for no sequence"
+            followers.setdefault(leader, []).append(row)
+        return followers
+
+    def begin_followers(self) -> None:
+        """Lets rows begin whose leader's step has the state that they begin with. It is in the blocks of the first."""
+        for leader, rows in self._followers().items():
+            # A leader without a row has ended by now.
+            if leader.row is not None and self.rows.num_computed[leader.row] < self.rows.num_computed[rows[0]]:
+                continue
+            first, *others = (self.sequence(row).state_blocks for row in rows)
+            self.blocks.states.copies += [pair for each in others for pair in zip(first, each, strict=True)]
+            self.rows.waits[rows] = False
+            for row in rows:
+                self.sequence(row).leader = None
+
     def _plan_checkpoints(self, step_id: int) -> None:
         """Adds the checkpoints of the rows to the step, until no free blocks are left for them."""
         table, states, planned = self.rows, self.blocks.states, list[Checkpoint]()
-        reserve = self.blocks_to_grow(1)
+        reserve, followers = self.blocks_to_grow(1), self._followers()
         for row, num_new, num_computed, growth in self.draft.lengths():
             start, sequence, incarnation = int(table.num_computed[row]), self.sequence(row), int(table.incarnation[row])
+            shared = 0
+            for follower in followers.get(sequence, ())[:1]:
+                shared, blocks = int(table.num_computed[follower]), self.sequence(follower).state_blocks
+                if start < shared <= start + num_new:
+                    self.draft.checkpoints += ((row, shared, tuple(blocks)),)
             # From the least number of computed tokens on: a step in flight may not come to a place of its own.
             for place in states.wanted(sequence, num_computed, start + num_new + growth, num_computed + num_new):
-                if self.blocks.has_room(states.size, reserve=reserve, others_run=True):
+                if place != shared and self.blocks.has_room(states.size, reserve=reserve, others_run=True):
                     is_certain, blocks = (
                         start == num_computed and place <= start + num_new,
                         self.blocks.take(states.size),
@@ -448,7 +482,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
                     planned.append(Checkpoint(row, incarnation, sequence, place, is_certain, blocks))
         if planned:
             self.checkpoints[step_id] = planned
-            self.draft.checkpoints = tuple((each.row, each.num_tokens, tuple(each.blocks)) for each in planned)
+            self.draft.checkpoints += tuple((each.row, each.num_tokens, tuple(each.blocks)) for each in planned)
 
     def end_checkpoints(self, due: SequenceOf[tuple[Checkpoint, int]], *, failed: Container[int]) -> None:
         """The result of a step came: seals the checkpoints that it made. Each of `due` has the number of known

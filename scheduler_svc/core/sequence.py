@@ -43,7 +43,8 @@ class Sequence(paging.Sequence):
 
     Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of
     the last checkpoint of its output, which may be in other use by now, with their names. `partings` are numbers of its
-    first tokens after which another sequence goes on in another way.
+    first tokens after which another sequence goes on in another way. It waits for the `leader`, a sequence of the same
+    request, to compute the tokens that both begin with.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class Sequence(paging.Sequence):
     state_blocks: list[BlockId] = field(default_factory=list[BlockId])
     newest_checkpoint: list[tuple[BlockId, BlockHash]] = field(default_factory=list[tuple[BlockId, BlockHash]])
     partings: set[int] = field(default_factory=set[int])
+    leader: "Sequence | None" = None
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
@@ -110,7 +112,7 @@ class Sequence(paging.Sequence):
 
     def lose_blocks(self) -> None:
         """The worker was lost, and the pool with it."""
-        self.row, self.partings = None, set()
+        self.row, self.partings, self.leader = None, set(), None
         self.block_table, self.state_blocks, self.newest_checkpoint = [], [], []
 
     def end_reason(self) -> FinishReason | None:

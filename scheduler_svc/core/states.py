@@ -15,6 +15,7 @@ from quire.messages.prefix_hashes import BlockHash, in_group
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import BlockNames, HostMemory, PrefixIndex
+from scheduler_svc.core.request import max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 
 OUTPUT_INTERVAL = 64
@@ -59,7 +60,7 @@ class States:
     """
 
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
-        self.size = config.state_blocks
+        self.size, self._config = config.state_blocks, config
         self._block_size, self._pool, self._names = config.block_size, pool, names
         self._has_output = config.output_checkpoints
         self.copies: list[tuple[BlockId, BlockId]] = []
@@ -149,10 +150,14 @@ class States:
 
     def num_shareable(self, sequence: Sequence) -> int:
         """Blocks of tokens that a sequence may take from others. If layers keep states, a prompt token is never
-        computed as the only one of a step: its keys would be rounded otherwise."""
-        if self.size:
-            return max(sequence.max_cached_tokens - 1, 0) // self._block_size
-        return sequence.num_shareable
+        computed as the only one of a step: its keys would be rounded otherwise. Sequences of a request that may not
+        continue apart take what they share."""
+        if not self.size:
+            return sequence.num_shareable
+        most, request = max(sequence.max_cached_tokens - 1, 0) // self._block_size, sequence.request
+        if request.num_sequences > 1 and max_blocks_apart(request, self._config) is None:
+            return min(most, num_shared(request, self._config))
+        return most
 
     def to_fetch(self, sequence: Sequence, hashes: SequenceOf[BlockHash], *, is_moved: bool) -> Iterator[BlockHash]:
         """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence

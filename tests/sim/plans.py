@@ -267,7 +267,7 @@ def with_groups(draw: Random, plan: Plan, groups: LayerGroups | None = None) -> 
 
 def with_states(draw: Random, plan: Plan) -> Plan:
     """Workers whose model has layers that keep a state of each sequence. Pools have room for as many more blocks as the
-    states of some sequences take."""
+    states of some sequences take, or for little more than the largest request."""
     layout, worker = plan.layout, plan.layout.worker
     size = draw.choice((1, 1, 2, 3))
     widths = [_width_of(each) for each in plan.requests if isinstance(each, Generate)]
@@ -277,6 +277,12 @@ def with_states(draw: Random, plan: Plan) -> Plan:
         return max(widths, default=1) * (worker.groups.num_groups * -(-LONGEST // block_size) + 2 * size) + 1
 
     num_blocks = max(worker.num_blocks + size * draw.choice((4, 4, 10, 40)), least(worker.block_size))
+    tight = Random(f"scarce rooms with states {plan.seed}")
+    if tight.random() < 0.3:
+        needed = (
+            _blocks_with_states(each, worker.block_size, worker.groups.num_groups, size) for each in plan.requests
+        )
+        num_blocks = max(needed, default=0) + tight.choice((1, 2, 8))
     tokens = max(worker.max_num_batched_tokens, worker.max_num_rows + draw.choice((2, 2, 5, 20)))
     worker = replace(worker, num_blocks=num_blocks, max_num_batched_tokens=tokens, state_blocks=size)
     faults = [
@@ -334,6 +340,15 @@ def _blocks_needed(request: Request, size: int, num_full: int, num_windowed: int
     if width == 1:
         return num_full * whole + num_windowed * min(whole, most)
     return (num_full + num_windowed) * (shared + width * (whole - shared))
+
+
+def _blocks_with_states(request: Request, block_size: int, num_groups: int, state_blocks: int) -> int:
+    """The same for a model with states, if all layers keep all tokens: sequences share the start of their prompt."""
+    if not isinstance(request, Generate):
+        return 0
+    width, whole = _width_of(request), -(-LONGEST // block_size)
+    shared = max(len(request.prompt) - 2, 0) // block_size
+    return num_groups * (shared + width * (whole - shared)) + (width + 1) * state_blocks
 
 
 def _width_of(request: Generate) -> int:

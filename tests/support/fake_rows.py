@@ -32,6 +32,7 @@ class FakeRow:
     state_blocks: list[int] = field(default_factory=list[int])
     checkpoints: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     """The step that runs has these: numbers of tokens, and the blocks to which the state after these is written."""
+    has_begun: bool = False
 
     def copy(self) -> "FakeRow":
         return replace(
@@ -134,13 +135,14 @@ class FakeRows:
             pool.write(self._rows[row].blocks, self._rows[row].prefixes, start, end)
         for row, start, end in spans(batch):
             pool.check_read(row, self._rows[row].blocks, self._rows[row].prefixes, start)
-            self._rows[row].num_computed = end
+            self._rows[row].num_computed, self._rows[row].has_begun = end, True
         for row, source in batch.samples.tolist():
             self._rows[row].num_computed = self._rows[source].num_computed
 
     def _check_states_apart(self, batch: Batch) -> None:
         """Rows write their states and checkpoints where no other row has or writes anything. Rows that sample from
-        another row's token share its state until they go on."""
+        another row's token share its state until they go on. A row that has not begun may get its state from another
+        one."""
         source_of = {row: source for row, source in batch.samples.tolist() if row != source}
         written = set[int]()
         for row in batch.rows.tolist():
@@ -151,8 +153,8 @@ class FakeRows:
                     raise SharedBlockError(f"row {row} writes a state to block {block}, which has another use")
                 written.add(block)
         for row, other in self._rows.items():
-            is_in_batch = row in batch.rows
-            if not is_in_batch and source_of.get(row) is None and not written.isdisjoint(other.state_blocks):
+            may_get_one = row in batch.rows or row in source_of or not other.has_begun
+            if not may_get_one and not written.isdisjoint(other.state_blocks):
                 raise SharedBlockError(f"the state of row {row}, which waits, is written by another row")
 
     def _read_state(self, row: int, start: int, pool: FakePool) -> int:

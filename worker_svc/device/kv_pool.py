@@ -22,7 +22,7 @@ from quire.runtime import clock
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from worker_svc.device.arena import arena_block_bytes, arena_shape, caches_of, pages_of
-from worker_svc.device.layer_cut import LayerCut, place_layers
+from worker_svc.device.layer_cut import LayerCut, place_layers, width
 from worker_svc.device.pool_file import PoolFile
 from worker_svc.device.seals import SealInventory
 from worker_svc.layers.attention import AttentionMetadata
@@ -89,14 +89,16 @@ class KvPool:
     def layers_of(self, model: CausalLM) -> LayerCaches:
         """The caches of the model on the device."""
         layers, geometry = model.cache_layers, self.geometry
+        slots, pages = self.gpu, None
         if model.state is not None:
             arena, dtype = self.gpu[0], self.gpu[0].dtype
-            widths = [(each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype)) for each in layers]
-            caches = caches_of(arena, [(model.lines_per_token, *each) for each in widths])
-            return LayerCaches(caches, (), pages_of(arena))
+            # Layers that are cut into groups share slots of the widest one.
+            of_slots = layers if not geometry.groups.num_windowed else [max(layers, key=width)] * geometry.num_layers
+            shapes = [(each.num_kv_heads, geometry.block_size, line_width(each.head_dim, dtype)) for each in of_slots]
+            slots, pages = caches_of(arena, [(model.lines_per_token, *each) for each in shapes]), pages_of(arena)
         places = place_layers(layers, geometry.num_layers, geometry.groups)
-        parts = (_part_of(self.gpu[at.slot], layer, at.part) for layer, at in zip(layers, places, strict=True))
-        return LayerCaches(tuple(parts), tuple(place.group for place in places))
+        parts = (_part_of(slots[at.slot], layer, at.part) for layer, at in zip(layers, places, strict=True))
+        return LayerCaches(tuple(parts), tuple(place.group for place in places), pages)
 
     def padding_states(self, count: int) -> list[list[int]]:
         """The blocks of states of `count` rows of the first steps, whose results do not matter. Neighbours differ."""

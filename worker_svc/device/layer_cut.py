@@ -51,7 +51,7 @@ def cut_layers(layers: Sequence[CacheLayer], max_model_len: int, block_size: int
     if not all(parts):
         _logger.info("layers with a window keep all tokens: their keys do not fit into the keys of other layers")
         return whole
-    widest, num_tokens = max(layers, key=_width), min(_COMPARED_TOKENS, max_model_len)
+    widest, num_tokens = max(layers, key=width), min(_COMPARED_TOKENS, max_model_len)
 
     def cut_into(num_slots: int) -> LayerCut:
         full, windowed = (-(-len(kind) // (num_slots * each)) for kind, each in zip(kinds, parts, strict=True))
@@ -59,7 +59,7 @@ def cut_layers(layers: Sequence[CacheLayer], max_model_len: int, block_size: int
 
     def memory_of(cut: LayerCut) -> int:
         """Numbers of a sequence, for each token of a block."""
-        return sum(map(_width, cut.slots)) * cut.groups.max_blocks(num_tokens, block_size)
+        return sum(map(width, cut.slots)) * cut.groups.max_blocks(num_tokens, block_size)
 
     cuts = [whole, *map(cut_into, range(len(layers), 0, -1))]
     maximum = _MAX_WASTE * min(map(memory_of, cuts))
@@ -71,20 +71,20 @@ def place_layers(layers: Sequence[CacheLayer], num_slots: int, groups: LayerGrou
     if not groups.num_windowed:
         return [LayerPlace(0, slot, 0) for slot in range(len(layers))]
     places: list[LayerPlace] = []
-    widest, num_placed = max(map(_width, layers)), [0, 0]
+    widest, num_placed = max(map(width, layers)), [0, 0]
     for layer in layers:
-        is_windowed, parts = layer.window is not None and layer.window < groups.window, widest // _width(layer)
+        is_windowed, parts = layer.window is not None and layer.window < groups.window, widest // width(layer)
         group, rest = divmod(num_placed[is_windowed], num_slots * parts)
         places.append(LayerPlace(groups.num_full * is_windowed + group, *divmod(rest, parts)))
         num_placed[is_windowed] += 1
     return places
 
 
-def _width(layer: CacheLayer) -> int:
+def width(layer: CacheLayer) -> int:
     return layer.num_kv_heads * layer.head_dim
 
 
 def _parts(layers: Sequence[CacheLayer], kind: Sequence[CacheLayer]) -> int:
     """The number of layers of a kind that fill a slot of the widest of all layers; 0 if no number does."""
-    widest, widths = max(map(_width, layers)), set(map(_width, kind)) or {1}
+    widest, widths = max(map(width, layers)), set(map(width, kind)) or {1}
     return 0 if len(widths) > 1 or widest % max(widths) else widest // max(widths)

@@ -119,14 +119,14 @@ class BlockTables(Generic[S]):
         assert not sequence.block_table, "the sequence has blocks already"
         self.reuse(sequence, shared)
         shared = self.more_cached(sequence, shared)
-        sequence.block_table = self._extended(shared, sequence)
+        sequence.block_table = self.extended(shared, sequence)
         return len(shared) // self.num_groups * self.block_size, len(shared) // self.num_groups
 
     def num_new(self, num_entries: int, sequence: S) -> int:
         """Blocks that a table of this many entries takes for all tokens of the sequence."""
         return self.layout.table_length(sequence.num_tokens) - num_entries
 
-    def _extended(self, table: list[BlockId], sequence: S) -> list[BlockId]:
+    def extended(self, table: list[BlockId], sequence: S) -> list[BlockId]:
         """The table with new blocks for all further tokens of the sequence."""
         return [*table, *self.take(self.num_new(len(table), sequence))]
 
@@ -206,7 +206,7 @@ class BlockTables(Generic[S]):
                 gpu_of[host] = block
             self.free_swapped(sequence)
             known = [*cached, *(gpu_of[block] for block in from_host)]
-            sequence.block_table = self._extended(known, sequence)
+            sequence.block_table = self.extended(known, sequence)
             num_cached = len(cached) // self.num_groups
             starts.append((max(sequence.num_swapped_tokens, num_cached * self.block_size), num_cached))
         return starts

@@ -37,6 +37,7 @@ from scheduler_svc.core.request import (
     QueueFullError,
     RequestKey,
     cache_root,
+    max_blocks_apart,
 )
 from scheduler_svc.core.request import Request as CoreRequest
 from scheduler_svc.core.reservations import Kind, Owner, Reservations
@@ -523,6 +524,9 @@ class CheckedScheduler(Scheduler):
         if self.config.state_blocks:
             # A prompt's last token must not be the only one that is computed.
             names = names[: max(sequence.max_cached_tokens - 1, 0) // self.config.block_size]
+            if sequence.request.num_sequences > 1 and max_blocks_apart(sequence.request, self.config) is None:
+                # There is no room for states at several places.
+                names = names[: max(sequence.num_prompt_tokens - 2, 0) // self.config.block_size]
         longest = max(
             num_blocks
             for num_blocks in range(len(names) + 1)
@@ -551,6 +555,9 @@ class CheckedScheduler(Scheduler):
         table, chunks = self.batch.rows, dict(zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True))
         row, (order, length) = min(prefilled.items(), key=lambda each: (each[1][0], each[0]))
         is_first = all(table.order[each.row] > order for each in plan.assign) and row not in plan.release.tolist()
+        # Rows that waited for a state may begin before it.
+        begun = (each for each, count in chunks.items() if count > 1 and each not in prefilled)
+        is_first &= all(table.order[each] > order for each in begun)
         if plan.max_drafts is not None or not is_first:
             return
         num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
@@ -578,6 +585,8 @@ class CheckedScheduler(Scheduler):
             short.append((first.order, first.num_tokens_to_compute))
         least = admission.LEAST_CHUNK_WITH_STATE if self.config.state_blocks else 1
         most = max(least, int(self.config.max_num_batched_tokens * self.config.max_prefill_share))
+        # It also gets tokens that are too few for another prompt.
+        most += least - 1
         for row, count in chunks.items():
             is_prefilling = rows.active[row] and rows.prefills[row]
             length, order = count + (rows.num_uncomputed(row) if is_prefilling else 0), int(rows.order[row])

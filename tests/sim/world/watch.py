@@ -2,6 +2,7 @@
 on the way, a worker stays with the scheduler that started last, unwanted work stops, and runnable work runs."""
 
 import itertools
+import sys
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -148,11 +149,11 @@ class NamingBlocks(BlockManager):
             report(AssertionError("what the pool hands out for other content makes way in host memory before the rest"))
         return blocks
 
-    def more_cached(self, sequence: Sequence, shared: list[BlockId]) -> list[BlockId]:
+    def more_cached(self, sequence: Sequence, shared: list[BlockId], max_blocks: int = sys.maxsize) -> list[BlockId]:
         """Checks that blocks that come from host memory, and evicted blocks that go there, are counted once."""
         host, counts = self.host, self.host.counts
         before = len(host.loading) - counts.from_host, len(host.saving) - counts.to_host
-        blocks = super().more_cached(sequence, shared)
+        blocks = super().more_cached(sequence, shared, max_blocks)
         if (len(host.loading) - counts.from_host, len(host.saving) - counts.to_host) != before:
             report(AssertionError("blocks that come from host memory or go there are not counted, or others are"))
         return blocks

@@ -293,12 +293,15 @@ def test_a_worker_whose_layers_keep_states_has_blocks_for_them_and_for_drafts(tm
     assert (info.limits.max_drafts, info.limits.max_passes) == (7, 8)
 
 
-def test_layers_with_a_window_next_to_states_keep_all_tokens(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("block_size", "num_windowed"), [(4, 2), (1, 0)])
+def test_layers_with_a_window_next_to_states_keep_its_tokens_if_that_takes_less_memory(
+    block_size: int, num_windowed: int, tmp_path: Path
+) -> None:
     make_model(tmp_path, "lfm3")
-    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32)
-    pool = make_worker(model, load("--max-num-seqs=2", "--block-size=4"), DeviceLoop()).info.pool
+    model = load_model(tmp_path, device=torch.device("cpu"), dtype=torch.bfloat16)
+    pool = make_worker(model, load("--max-num-seqs=2", f"--block-size={block_size}"), DeviceLoop()).info.pool
     assert [each.window for each in model.cache_layers] == [20, None, 20]
-    assert pool.groups.num_groups == 1
+    assert pool.groups.num_windowed == num_windowed
     assert pool.state_blocks
 
 

@@ -56,18 +56,23 @@ def any_requests(draw: st.DrawFn) -> Request:
     block_size=st.sampled_from([1, 3, 4, 16]),
     budget=st.integers(5, 30),
     num_host_blocks=st.sampled_from([0, 8, 100]),
+    caches_on_host=st.booleans(),
+    state_blocks=st.sampled_from([0, 1, 3]),
     mode=st.sampled_from(PreemptionMode),
     is_cached=st.booleans(),
     preempted_after=st.lists(st.integers(0, 12), max_size=3),
 )
 def test_a_request_runs_to_its_end_in_the_smallest_pool_that_it_is_admitted_to(
-    request, block_size, budget, num_host_blocks, mode, is_cached, preempted_after
+    request, block_size, budget, num_host_blocks, caches_on_host, state_blocks, mode, is_cached, preempted_after
 ):
+    needed = max_blocks(request, make_config(block_size=block_size, state_blocks=state_blocks))
     config = make_config(
         # A sequence may be no longer than the pool, its last token included.
-        num_blocks=max(max_blocks(request, make_config(block_size=block_size)), -(-request.max_len // block_size)),
+        num_blocks=max(needed, -(-request.max_len // block_size) + 2 * state_blocks),
+        state_blocks=state_blocks,
+        caches_on_host=caches_on_host,
         block_size=block_size,
-        max_num_batched_tokens=max(budget, 8),
+        max_num_batched_tokens=max(budget, 10),
         num_host_blocks=num_host_blocks,
         preemption_mode=mode,
     )

@@ -103,8 +103,8 @@ def test_sequences_that_parted_are_computed_again_in_the_smallest_pool_that_thei
 ):
     request = make_request(1, prompt_len=20, max_tokens=12, num_sequences=3)
     num_blocks = max_blocks(request, make_config(**STATED))
-    # Each sequence has 8 blocks of tokens, its state, and the checkpoint that it continues from.
-    assert num_blocks == 3 * (8 + 2 * 2)
+    # All share 4 blocks of the prompt. Each has 4 blocks of its own and its state; there is room for a checkpoint.
+    assert num_blocks == 4 + 3 * (4 + 2) + 2
     driver = Driver(make_config(**STATED | {"num_blocks": num_blocks}))
     # Fills the pool with other content.
     before = [make_request(2 + index, prompt=[index] * 40, max_tokens=2) for index in range(3)]

@@ -54,14 +54,15 @@ class WindowedRows:
             for row, done, end in zip(rows, computed, ends, strict=True)
             for change in self._plan(row, done, end + passes - 1)
         ]
+        sampling = make_sampling(temperature=0.0)
         assign = [
-            make_assign(row, prompts[row], self.tables[row], make_sampling(temperature=0.0))
+            make_assign(row, prompts[row], self.tables[row], sampling, state_blocks=self._take(self.shape.state_blocks))
             for row in rows
             if row not in self.computed
         ]
-        sampling = [(row, row) for row, end in zip(rows, ends, strict=True) if end >= len(prompts[row])]
-        growth = [passes - 1] * len(sampling) if passes > 1 else []
-        batch = Batch(int32(rows), int32(new), int32(computed), int32(sampling, 2), int32(growth), passes)
+        samples = [(row, row) for row, end in zip(rows, ends, strict=True) if end >= len(prompts[row])]
+        growth = [passes - 1] * len(samples) if passes > 1 else []
+        batch = Batch(int32(rows), int32(new), int32(computed), int32(samples, 2), int32(growth), passes)
         changes = make_changes(assign=assign, deltas=[each for each in deltas if each[0] in self.computed])
         self.num_steps += 1
         logits: list[torch.Tensor] = []
@@ -77,6 +78,9 @@ class WindowedRows:
     @property
     def held_bytes(self) -> int:
         return (NUM_BLOCKS - 1 - len(self.free)) * self.shape.block_bytes
+
+    def _take(self, count: int) -> list[int]:
+        return [self.free.pop() for _ in range(count)]
 
     def _launch(self, admitted: AdmittedStep, logits: list[torch.Tensor]) -> StepOutput:
         model = self.runner._model
@@ -127,6 +131,9 @@ class WindowedRows:
         ("mistral-sliding", "native", torch.float32, 4, 1),
         ("gemma4-wide-shared", "native", torch.bfloat16, 4, 2),
         ("gemma4-shared", "native", torch.float32, 16, 4),
+        # Other layers keep states.
+        ("lfm3", "native", torch.float32, 4, 3),
+        ("lfm3", "native", torch.bfloat16, 16, 3),
     ],
 )
 def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(
@@ -143,8 +150,10 @@ def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(
     whole, windowed = (
         WindowedRows(model, each, block_size, max_passes) for each in (LayerCut(model.cache_layers), cut)
     )
-    # Chunks, a lone token, a prompt next to decodes, decodes of both.
-    steps = [((0, 35),), ((0, 1),), ((0, 25), (1, 17)), ((0, 1), (1, 22)), ((1, 1), (0, 1)), *[((0, 1), (1, 1))] * 9]
+    # Chunks, a lone token, a prompt next to decodes, decodes of both. With states no prompt token comes by itself.
+    lone = 1 if model.state is None else 2
+    prefills = [((0, 35),), ((0, lone),), ((0, 26 - lone), (1, 18 - lone)), ((0, 1), (1, 20 + 2 * lone))]
+    steps = [*prefills, ((1, 1), (0, 1)), *[((0, 1), (1, 1))] * 9]
     for spans in steps:
         expected, actual = (each.run(*spans, prompts=prompts) for each in (whole, windowed))
         assert all(map(torch.equal, expected, actual))
