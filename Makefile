@@ -208,8 +208,8 @@ $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
-	CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) $(INSTALL) --constraint constraints.txt \
-		--no-deps --editable .
+	CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) \
+		$(INSTALL) --constraint constraints.txt --no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python
