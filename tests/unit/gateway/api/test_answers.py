@@ -115,9 +115,9 @@ async def test_an_answer_that_is_ended_for_its_memory_while_it_is_written_says_s
         return SimpleNamespace(whole=lambda _: {"choices": LazyList(entries)})
 
     monkeypatch.setattr("gateway.api.respond.running", lambda *_, **__: contextlib.nullcontext([]))
-    monkeypatch.setattr("gateway.api.respond.results_of", nothing)
     generator = SimpleNamespace(call_memory=lambda form: memory.call("key", form))
     call: Any = SimpleNamespace(
+        results=nothing,
         id="x",
         streams=False,
         dialect=OPENAI,
