@@ -179,7 +179,7 @@ async def test_a_batch_survives_and_answers_each_request_once(shared: Served) ->
     body = {"model": "quire-tiny", "prompt": "Once", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
     lines = [
         {"custom_id": f"r{seed}", "method": "POST", "url": "/v1/completions", "body": body | {"seed": seed}}
-        for seed in range(60)
+        for seed in range(30)
     ]
     content = "".join(json.dumps(each) + "\n" for each in lines).encode()
     url = f"http://{shared.server.http_address}/v1"
@@ -195,11 +195,11 @@ async def test_a_batch_survives_and_answers_each_request_once(shared: Served) ->
                 return (await client.batches.retrieve(batch.id)).request_counts.completed >= count
 
             await until(partial(has, 5))
-            if await has(50):
+            if await has(25):
                 raise TooLateError
             for name in victims:
                 await kill(shared, name)
-            await until(partial(has, 60))
+            await until(partial(has, 30))
 
             async def is_completed() -> bool:
                 return (await client.batches.retrieve(batch.id)).status == "completed"

@@ -88,7 +88,7 @@ def num_computed_since_attach(trace: Path) -> int:
         pytest.param("int8 pool", "worker", marks=pytest.mark.long),
         pytest.param("several tokens a step", "worker", marks=pytest.mark.long),
         pytest.param("states", "worker", marks=pytest.mark.long),
-        pytest.param("states of two ranks", "worker-1", marks=pytest.mark.extended),
+        pytest.param("states of two ranks", "worker-1", marks=pytest.mark.long),
         pytest.param("draft model", "worker", marks=pytest.mark.long),
     ],
     indirect=["survivor"],

@@ -68,7 +68,7 @@ LONG = " ".join(["Once upon a time there was a little girl who had a red ball"] 
 
 
 @pytest.mark.parametrize(
-    "killed", ["worker-0", *(pytest.param(each, marks=pytest.mark.long) for each in (None, "worker-1"))]
+    "killed", [pytest.param(each, marks=pytest.mark.long) for each in ("worker-0", None, "worker-1")]
 )
 async def test_streams_with_long_prompts_move_from_prefill_to_decode_whatever_dies(
     tmp_path: Path, killed: str | None

@@ -225,6 +225,7 @@ GAUGES_OF_THE_PROTOCOL = {
 }
 
 
+@pytest.mark.long
 async def test_a_pod_of_an_inference_pool_shows_what_its_endpoint_picker_reads(tmp_path: Path) -> None:
     """tests/service/gateway/test_vllm_metric_names.py tests the values of the metrics."""
     containers = containers_of_pods(RENDERED / "inference-pool.yaml", tmp_path, tmp_path)

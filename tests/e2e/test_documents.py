@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from tests.support.documents import command_lines
 from tests.support.serving import Served
+from tests.support.tiers import parametrize_once
 from tests.support.triton_client import TRITON_PYTHON
 
 
@@ -163,8 +164,8 @@ PAGES = {
 }
 
 
+@parametrize_once("page", [*PAGES], second_tier=0)
 @pytest.mark.extended
-@pytest.mark.parametrize("page", PAGES)
 async def test_the_programs_of_a_page_run_one_after_the_other(served: Served, page: str) -> None:
     out = await run(sys.executable, "-c", here("\n".join(blocks((DOCS / page).read_text(), "python")), served))
     assert [each for each in PAGES[page] if each not in out] == []
@@ -204,8 +205,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name.startswith("programs/") else pytest.mark.extended)
+        for name in PROGRAMS
+    ],
+)
 async def test_an_example_says_what_it_shows(served: Served, name: str) -> None:
     python = TRITON_PYTHON if "triton" in name else sys.executable
     http = f"http://{served.server.http_address}"

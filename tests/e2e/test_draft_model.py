@@ -185,6 +185,7 @@ def test_several_passes_of_a_step_have_drafts_too() -> None:
     assert on.num_accepted > 0
 
 
+@pytest.mark.long
 def test_one_that_does_not_pay_drafts_next_to_nothing(tmp_path: Path) -> None:
     """The choice depends on its cost and on how often it was right."""
     off = WholeEngine(*FLAGS)

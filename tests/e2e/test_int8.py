@@ -19,7 +19,7 @@ QUESTIONS = {
 @pytest.mark.parametrize(
     "flags",
     [
-        {"quantization": "int8-weight-only", "dtype": "float32"},
+        pytest.param({"quantization": "int8-weight-only", "dtype": "float32"}, marks=pytest.mark.long),
         {"quantization": "int8-dynamic", "kv_cache_dtype": "int8", "dtype": "bfloat16"},
     ],
     ids=lambda flags: "-".join(flags.values()),

@@ -105,7 +105,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
         assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
 
 
-@parametrize_once("name", FAMILIES, second_tier=2)
+@parametrize_once("name", FAMILIES, second_tier=1)
 async def test_requests_at_once_equal_transformers_while_blocks_run_out(name: str, tmp_path: Path) -> None:
     """Greedy requests, then beam searches of one family."""
     model = make_model(tmp_path, name)
@@ -166,7 +166,7 @@ CASES = [*((name, 1) for name in FOR_TWO_RANKS), ("llama-mqa-80", 2), ("lfm2", 1
 BLOCKS = {"qwen3.5": 44}
 
 
-@parametrize_once("name, num_threads", CASES, second_tier=3)
+@parametrize_once("name, num_threads", CASES, second_tier=1)
 async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
     name: str, num_threads: int, tmp_path: Path
 ) -> None:

@@ -23,8 +23,8 @@ async def text_of(http: httpx.AsyncClient, body: dict, has_begun: asyncio.Event 
     return text
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_weights_that_a_sleep_discards_are_loaded_again_and_streams_go_on(num_ranks: int):
     async with (
         serving(num_gpu_blocks=64, dtype="float32", tensor_parallel_size=num_ranks, vllm_metric_names=True) as served,

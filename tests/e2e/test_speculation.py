@@ -89,7 +89,7 @@ def texts_of(requests: Sequence[Request], outcome: dict[tuple[int, int], Text]) 
     [("bfloat16", SWAP), ("float32", RECOMPUTE)]
     + [(pool, SWAP) for pool in POOLS if pool != "bfloat16"]
     + [("bfloat16", {})],
-    second_tier=1,
+    second_tier=0,
     indirect=["engines"],
 )
 def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], config: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def test_text_is_that_without_drafts(engines: tuple[WholeEngine, WholeEngine], c
         assert (on.num_accepted > 0) == (name != "wrong")
 
 
-@parametrize_once("config", [SWAP, {}], ids=["swap", "room"])
+@parametrize_once("config", [SWAP, {}], second_tier=0, ids=["swap", "room"])
 def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     """The model runs several times in a step, without drafts and with right and wrong ones."""
     off, several = WholeEngine(*FLAGS, "--dtype", "bfloat16"), [*FLAGS, "--dtype", "bfloat16", *MULTI_STEP]
@@ -148,7 +148,7 @@ def test_text_is_that_of_one_token_a_step(config: dict[str, Any]) -> None:
     ("family", "dtype", "flags"),
     [
         ("qwen3.5", "bfloat16", MULTI_STEP),
-        pytest.param("lfm2", "bfloat16", [], marks=pytest.mark.extended),
+        pytest.param("lfm2", "bfloat16", [], marks=pytest.mark.long),
         *(
             pytest.param(family, dtype, flags, marks=pytest.mark.long)
             for family, dtype, flags in [

@@ -19,7 +19,7 @@ from tests.support.serving import serving
 
 pytestmark = pytest.mark.real
 
-SAMPLE = ("mistral_v3", "qwen3")
+SAMPLE = ("qwen3",)
 CASES = [pytest.param(name, marks=[pytest.mark.extended] if name in SAMPLE else []) for name in NAMES]
 TEXTS = (
     "",

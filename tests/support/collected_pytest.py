@@ -16,7 +16,8 @@ from tests.support.forked_services import fork_after
 def _collect(*arguments: str) -> None:
     """Errors appear in each fork, which imports again what could not be imported."""
     with contextlib.redirect_stdout(io.StringIO()):
-        pytest.main(["--collect-only", "--quiet", "-p", "no:cacheprovider", *arguments])
+        # Files that are imported may keep sys.stderr, which a capture would close.
+        pytest.main(["--collect-only", "--quiet", "--capture=no", "-p", "no:cacheprovider", *arguments])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ RUNNING = {
 }
 STREAMING = {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
 # In the third tier the number that other properties draw.
-NUM_BODIES, NUM_PATHS = (1000, 50) if is_third_tier() else (10, 3)
+NUM_BODIES, NUM_PATHS = (1000, 50) if is_third_tier() else (5, 2)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -109,7 +109,7 @@ def stack_bytes(kernel: Any, folder: Path) -> int:
 @pytest.mark.parametrize(
     ("heads", "head_dim", "sliding_window", "has_sinks"),
     [
-        ((32, 8), 128, None, False),
+        pytest.param((32, 8), 128, None, False, marks=pytest.mark.long),
         # Without sinks it does less of the same work.
         pytest.param((16, 8), 256, 600, True, marks=pytest.mark.long),
         *([((16, 16), 64, None, True), ((32, 1), 128, None, True)] if is_third_tier() else []),
