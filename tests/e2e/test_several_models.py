@@ -264,6 +264,7 @@ async def test_a_killed_worker_or_scheduler_of_one_model_leaves_the_others_alone
     assert doors.served.server.process(f"worker-{ENCODER}").starts == starts
 
 
+@pytest.mark.long
 async def test_sleep_of_one_model_leaves_the_others_awake(doors: Doors) -> None:
     assert (await doors.http.post(f"/sleep?level=2&model={ENCODER}")).json() == {"is_sleeping": True}
     assert (await doors.http.get("/is_sleeping")).json() == {"is_sleeping": False}

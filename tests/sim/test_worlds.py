@@ -84,6 +84,7 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
     assert run_world(plan).digest != outcome.digest
 
 
+@pytest.mark.long
 def test_a_world_is_the_same_in_another_process() -> None:
     """Compares worlds with another hash seed, and after other worlds: nothing depends on set order or addresses."""
     seeds = range(16, 18)

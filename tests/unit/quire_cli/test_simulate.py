@@ -65,6 +65,7 @@ def test_a_trace_is_all_that_a_simulation_of_its_worker_needs_and_a_fit_that_exp
         assert facts["config"]["max_num_seqs"] == 16
 
 
+@pytest.mark.long
 def test_a_sweep_finds_the_highest_rate_of_each_setting_and_what_limits_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

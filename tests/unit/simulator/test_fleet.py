@@ -57,6 +57,7 @@ def test_a_request_leaves_once_another_replica_has_room() -> None:
     assert max(simulation.pauses) < 0.3
 
 
+@pytest.mark.long
 def test_conversations_and_beams_run_on_several_replicas() -> None:
     load = [
         *take(chat(2048, 1000), 12, seed=1),

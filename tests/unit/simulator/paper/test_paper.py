@@ -30,6 +30,7 @@ _NUM_REQUESTS = {QUIRE: 100, ORACLE: 60, POW2: 45, MAX: 30, FASTER_TRANSFORMER: 
 """Enough requests to fill the pool several times; few if few run at once."""
 
 
+@pytest.mark.long
 def test_pages_hold_more_tokens_run_more_requests_at_once_and_serve_higher_rates() -> None:
     """Each system with chats, while requests always wait."""
     loads = {system: replace(FEW, num_saturating=count) for system, count in _NUM_REQUESTS.items()}
