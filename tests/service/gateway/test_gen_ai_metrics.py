@@ -96,7 +96,7 @@ async def test_a_collector_and_a_scrape_get_the_metrics_of_the_conventions(sched
     await server.stop(0)
 
 
-async def test_a_collector_that_is_not_there_holds_nobody_up_and_is_one_line(scheduler, monkeypatch, caplog):
+async def test_a_collector_that_is_not_there_delays_no_start_and_is_one_line(scheduler, monkeypatch, caplog):
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
     nowhere = "http://127.0.0.1:1"
