@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
         Series("/health", "s", (float(np.median(watched.health_s)),)),
         Series("memory of the gateway", "MiB", (float(np.median(watched.gateway_mib)),)),
     ]
-    write_results(arguments.out, "ordinary streams beside hostile callers", series, **facts)
+    write_results(arguments.out, "ordinary streams while hostile callers send", series, **facts)
     if faults:
         sys.exit(1)
 

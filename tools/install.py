@@ -1,8 +1,8 @@
 """Installs packages into the environment of the interpreter that runs this.
 
-uv does it, many times as fast as pip. uv does not read pip's settings (indexes, certificates, mirrors), so they are
+uv does it, several times as fast as pip. uv does not read pip's settings (indexes, certificates, mirrors), so they are
 handed to it as uv's variables; variables of uv that are set already win. Where uv is missing or fails, for example
-since only pip knows how to log in at an index, pip does it.
+because only pip knows how to log in at an index, pip does it.
 
 usage: install.py [--into PYTHON] [--constraint FILE] [--index URL] [--no-deps]
                   (--requirement FILE | --editable DIRECTORY)
@@ -28,7 +28,7 @@ _VARIABLES = {
     "timeout": ("UV_HTTP_TIMEOUT", ""),
     "default-timeout": ("UV_HTTP_TIMEOUT", ""),
 }
-# Sections of pip's settings that an installation reads. Those behind win.
+# Sections of pip's settings that an installation reads. Later ones win.
 _SECTIONS = ("global", "install", ":env:")
 
 
