@@ -493,7 +493,8 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             if is_current and is_made and each.row not in failed:
                 sealed = self.blocks.seal_checkpoint(each)
                 self.draft.sealed += sealed
-                self.draft.short_lived.update(block for block, _ in sealed if each.is_of_output)
+                if self.blocks.states.gives_way(each):
+                    self.draft.short_lived.update(block for block, _ in sealed)
             self.blocks.pool.free(each.blocks)
 
     def seal(self, row: int, num_full: int) -> None:

@@ -23,7 +23,7 @@ OUTPUT_INTERVAL = 64
 
 PROMPT_INTERVAL = 1024
 """Tokens between checkpoints of a prompt, in addition to the one at its end. After a loss of the worker no more than
-these are computed again."""
+these are computed again. Larger states make most of them give way to the next one (`States.gives_way`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,6 @@ class Checkpoint:
     is_certain: bool
     blocks: list[BlockId]
 
-    @property
-    def is_of_output(self) -> bool:
-        return self.num_tokens > self.sequence.num_prompt_tokens
-
 
 class States:
     """Gives sequences blocks for their states, and plans and finds checkpoints.
@@ -55,14 +51,18 @@ class States:
     Attributes:
         size: Blocks of a state; 0 if no layer keeps one.
         copies: Pairs (source block, destination block) that the next step copies before it computes.
-        lasting: Newest checkpoints of output of sequences that left the batch: no later one takes their place. The next
-            step seals them again.
+        lasting: Newest checkpoints, which would have given way to the next ones, of sequences that left the batch: no
+            later one takes their place. The next step seals them again.
     """
 
     def __init__(self, config: SchedulerConfig, pool: PrefixIndex, names: BlockNames) -> None:
         self.size, self._config = config.state_blocks, config
         self._block_size, self._pool, self._names = config.block_size, pool, names
         self._has_output = config.output_checkpoints
+        # Checkpoints that stay take no more memory than the tokens before them, however large a state is.
+        self._lasting_interval = PROMPT_INTERVAL
+        while self._lasting_interval < self.size * self._block_size:
+            self._lasting_interval *= 2
         self.copies: list[tuple[BlockId, BlockId]] = []
         self.lasting: list[tuple[BlockId, BlockHash]] = []
         self._sources: list[BlockId] = []
@@ -194,14 +194,23 @@ class States:
             start = index * num_groups
         return [*table, *sequence.block_table[start:]]
 
+    def gives_way(self, checkpoint: Checkpoint) -> bool:
+        """Whether the sequence's next checkpoint takes the place of this one: it is one of output, or it is within a
+        prompt, where no sequence parts, and a state takes the memory of more tokens than are between two of these."""
+        sequence, place = checkpoint.sequence, checkpoint.num_tokens
+        if place > sequence.num_prompt_tokens:
+            return True
+        is_last = place == (sequence.num_prompt_tokens - 2) // self._block_size * self._block_size
+        return not is_last and bool(place % self._lasting_interval) and place not in sequence.partings
+
     @property
     def _interval(self) -> int:
         return -(-OUTPUT_INTERVAL // self._block_size) * self._block_size
 
     def seal(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
-        """Makes a checkpoint, whose step is done, available. With one of output, the one before is the next that gives
-        way. Returns the blocks that became available. Blocks of an earlier sequence with the same tokens, which keep
-        the names, are as recent as new ones: they were perhaps the next to give way."""
+        """Makes a checkpoint, whose step is done, available. If the one before gives way to it, that is the next that
+        is evicted. Returns the blocks that became available. Blocks of an earlier sequence with the same tokens, which
+        keep the names, are as recent as new ones: they were perhaps the next to give way."""
         sequence, index = checkpoint.sequence, checkpoint.num_tokens // self._block_size
         (content,) = sequence.prefix_hashes.between(index - 1, index, sequence.token_ids)
         names = self._names.state(content)
@@ -211,7 +220,6 @@ class States:
             found = self._pool.hits(names)
             self._pool.touch(found)
             self._pool.free(found)
-        if checkpoint.is_of_output:
-            self._pool.evict_first(self._pool.still_sealed(sequence.newest_checkpoint))
-            sequence.newest_checkpoint = sealed
+        self._pool.evict_first(self._pool.still_sealed(sequence.newest_checkpoint))
+        sequence.newest_checkpoint = sealed if self.gives_way(checkpoint) else []
         return sealed

@@ -131,7 +131,7 @@ class NamingBlocks(BlockManager):
         others = [(block, now) for block, name in newest if (now := self.pool.hash_of(block)) not in (None, name)]
         sealed = super().seal_checkpoint(checkpoint)
         if any(self.pool.hash_of(block) != now for block, now in others):
-            report(AssertionError("a checkpoint of output takes the place of other content than the one before"))
+            report(AssertionError("a checkpoint takes the place of other content than the one before"))
         return sealed
 
     def take(self, count: int) -> list[BlockId]:

@@ -134,6 +134,40 @@ def test_checkpoints_of_output_give_way_before_the_newest(changes: dict[str, Any
     assert checkpoints(driver, [*request.prompt, *driver.outputs[1]]) == kept
 
 
+@pytest.mark.parametrize(("state_blocks", "kept"), [(2, [16, 32, 48, 64, 80, 96, 108]), (9, [64, 96, 108])])
+def test_large_checkpoints_within_a_prompt_give_way_to_the_next(state_blocks: int, kept: list[int], monkeypatch):
+    monkeypatch.setattr("scheduler_svc.core.states.PROMPT_INTERVAL", 16)
+    # Room for the short prompt and its checkpoint; and for the long one, its state and `kept`. The checkpoint at 96
+    # tokens gives way to the one at 108, but no block is needed any more.
+    num_blocks = 4 + state_blocks + 28 + (len(kept) + 1) * state_blocks
+    config = make_config(state_blocks=state_blocks, num_blocks=num_blocks, max_num_batched_tokens=16, max_model_len=128)
+    driver = Driver(config, max_in_flight=1)
+    other, long = make_request(1, prompt=[5] * 14, max_tokens=2), make_request(2, prompt=prompt_of(110), max_tokens=1)
+    for request in (other, long):
+        driver.submit(request)
+        driver.finish(request)
+    assert checkpoints(driver, long.prompt) == kept
+    assert checkpoints(driver, other.prompt) == [12]
+    again = make_request(3, prompt=other.prompt, max_tokens=2)
+    driver.submit(again)
+    driver.finish(again)
+    assert driver.usage[3].cached_tokens == 12
+
+
+def test_a_lost_worker_costs_at_most_an_interval_of_a_prompt_however_large_its_state_is(monkeypatch):
+    monkeypatch.setattr("scheduler_svc.core.states.PROMPT_INTERVAL", 16)
+    config = make_config(state_blocks=9, num_blocks=100, max_num_batched_tokens=16, max_model_len=128)
+    driver = Driver(config, max_in_flight=1)
+    request = make_request(1, prompt=prompt_of(110), max_tokens=2)
+    driver.submit(request)
+    driver.run_steps(4)
+    driver.preempt(request)
+    driver.run_steps(1)
+    (sequence,) = driver.scheduler.running.get(request.key).sequences
+    assert driver.scheduler.batch.rows.num_computed[sequence.row] >= 64
+    driver.finish(request)
+
+
 @pytest.mark.parametrize(("num_others", "num_cached"), [(2, 128), (3, 56), (4, 56)])
 def test_what_evicts_the_end_of_a_conversation_leaves_the_checkpoints_before(num_others: int, num_cached: int):
     driver = Driver(make_config(**STATED | {"num_blocks": 72}), max_in_flight=1)
