@@ -96,7 +96,7 @@ async def test_a_completed_request_is_not_aborted(gateway, scheduler):
     await call.read()
     call.cancel()
     await scheduler.until(lambda: scheduler.aborted)
-    # The last request may be aborted twice: its tokens that were on their way are those of an unknown request.
+    # The last request may be aborted twice: tokens on their way then belong to an unknown request.
     assert set(scheduler.aborted_handles) == {scheduler.submits[-1].handle}
     assert scheduler.aborted == ["last"]
 
