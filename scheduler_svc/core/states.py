@@ -19,11 +19,11 @@ from scheduler_svc.core.request import max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 
 OUTPUT_INTERVAL = 64
-"""Tokens between checkpoints of output. All but the newest of a sequence are evicted before other blocks."""
+"""Tokens between checkpoints of output, rounded up to whole blocks. All but the newest of a sequence are evicted before other blocks."""
 
 PROMPT_INTERVAL = 1024
-"""Tokens between checkpoints of a prompt, in addition to the one at its end. After a loss of the worker no more than
-these are computed again. Larger states make most of them give way to the next one (`States.gives_way`)."""
+"""Tokens between checkpoints of a prompt, rounded up to whole blocks, in addition to the one at its end. After a loss of
+the worker no more than these are computed again. Larger states make most of them give way to the next one (`States.gives_way`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,12 @@ class States:
         self.size, self._config = config.state_blocks, config
         self._block_size, self._pool, self._names = config.block_size, pool, names
         self._has_output = config.output_checkpoints
+        # Whole blocks, which a checkpoint is named by.
+        self._output_interval, self._prompt_interval = (
+            -(-interval // self._block_size) * self._block_size for interval in (OUTPUT_INTERVAL, PROMPT_INTERVAL)
+        )
         # Checkpoints that stay take no more memory than the tokens before them, however large a state is.
-        self._lasting_interval = PROMPT_INTERVAL
+        self._lasting_interval = self._prompt_interval
         while self._lasting_interval < self.size * self._block_size:
             self._lasting_interval *= 2
         self.copies: list[tuple[BlockId, BlockId]] = []
@@ -141,10 +145,12 @@ class States:
         size, num_prompt = self._block_size, sequence.num_prompt_tokens
         places = {(num_prompt - 2) // size * size, *sequence.partings}
         prompt_end = min(end, num_prompt)
-        places.update(range(start // PROMPT_INTERVAL * PROMPT_INTERVAL, prompt_end + 1, PROMPT_INTERVAL))
+        interval = self._prompt_interval
+        places.update(range(start // interval * interval, prompt_end + 1, interval))
         if self._has_output:
-            first, last = (end if certain_end is None else certain_end) // self._interval, end // self._interval
-            ends = (number * self._interval for number in range(first, last + 1))
+            interval = self._output_interval
+            first, last = (end if certain_end is None else certain_end) // interval, end // interval
+            ends = (number * interval for number in range(first, last + 1))
             places.update(each for each in ends if each > num_prompt)
         return (place for place in sorted(places) if start < place <= end)
 
@@ -202,10 +208,6 @@ class States:
             return True
         is_last = place == (sequence.num_prompt_tokens - 2) // self._block_size * self._block_size
         return not is_last and bool(place % self._lasting_interval) and place not in sequence.partings
-
-    @property
-    def _interval(self) -> int:
-        return -(-OUTPUT_INTERVAL // self._block_size) * self._block_size
 
     def seal(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
         """Makes a checkpoint, whose step is done, available. If the one before gives way to it, that is the next that

@@ -55,8 +55,9 @@ def failure_of(plan: Plan, on_world: Callable[[World], object] = lambda _: None)
 
 
 def _kind(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    kind = f"{type(error).__name__} at {last.filename}:{last.lineno}"
+    # An error that was never raised itself has no frames.
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    kind = "".join((type(error).__name__, *(f" at {last.filename}:{last.lineno}" for last in frames)))
     return kind if error.__cause__ is None else f"{kind} because of {_kind(error.__cause__)}"
 
 

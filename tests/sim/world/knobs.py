@@ -54,7 +54,7 @@ CROWDS = tuple(_OF_CROWDS)
 
 _OF_STATES: dict[str, int] = {
     "scheduler_svc.core.states.OUTPUT_INTERVAL": 3,
-    "scheduler_svc.core.states.PROMPT_INTERVAL": 8,
+    "scheduler_svc.core.states.PROMPT_INTERVAL": 10,
 }
 STATES = tuple(_OF_STATES)
 """Sequences have checkpoints of their states at short intervals."""

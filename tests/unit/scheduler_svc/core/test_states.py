@@ -168,6 +168,18 @@ def test_a_lost_worker_costs_at_most_an_interval_of_a_prompt_however_large_its_s
     driver.finish(request)
 
 
+def test_checkpoints_of_long_prompts_are_after_whole_blocks():
+    config = make_config(block_size=24, state_blocks=2, num_blocks=400, max_num_batched_tokens=512, max_model_len=4096)
+    driver = Driver(config, max_in_flight=1)
+    request = make_request(1, prompt=prompt_of(2500), max_tokens=2)
+    driver.submit(request)
+    places = set[int]()
+    while driver.scheduler.num_live:
+        places.update(place for _, place, _ in driver.next_plan().checkpoints)
+        driver.deliver()
+    assert places == {1032, 2064, 2496}
+
+
 @pytest.mark.parametrize(("num_others", "num_cached"), [(2, 128), (3, 56), (4, 56)])
 def test_what_evicts_the_end_of_a_conversation_leaves_the_checkpoints_before(num_others: int, num_cached: int):
     driver = Driver(make_config(**STATED | {"num_blocks": 72}), max_in_flight=1)
