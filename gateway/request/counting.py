@@ -11,6 +11,7 @@ import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -240,7 +241,7 @@ class CountedMessage:
     def __init__(self, kind: type[Message], limits: EntryLimits) -> None:
         self.DESCRIPTOR = cast(Descriptor, kind.DESCRIPTOR)
         self._parse = kind.FromString
-        self._fields = _counted_fields(self.DESCRIPTOR, limits, "", {})
+        self._fields = _fields_of(self.DESCRIPTOR, limits)
         self._max_fields = limits.max_values
 
     def parse(self, data: bytes) -> Message:
@@ -346,6 +347,12 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
     """The number at a position, and the position behind it. Raises IndexError if it has no end."""
     end = _end_of_varint(data, position)
     return sum((byte & 0x7F) << 7 * place for place, byte in enumerate(data[position:end])), end
+
+
+@cache
+def _fields_of(kind: Descriptor, limits: EntryLimits) -> dict[int, _CountedField]:
+    """The fields of a message; several methods take or return the same ones."""
+    return _counted_fields(kind, limits, "", {})
 
 
 def _counted_fields(

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -95,7 +96,7 @@ EMBEDDING_MODULES = "modules.json"
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelDirectory:
     """The contents of the JSON files of a model directory, or their equivalents in a GGUF file.
 
@@ -182,7 +183,8 @@ class ModelDirectory:
         """The name under which the model is served by default."""
         return name_of_path(self.path)
 
-    @property
+    # Kept, since it may take a look into tokenizer.json, which has megabytes.
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a text: the configuration's, and the eos token of the tokenizer, which chat fine-tunes
         change only in the tokenizer's files."""

@@ -18,6 +18,7 @@ from pathlib import Path
 WORKER = ("worker_svc.startup", "worker_svc.app")
 _FRONTS = ("openai", "responses", "anthropic", "kserve", "batches", "ui")
 SERVICES = ("scheduler_svc.service.app", "gateway.app", *(f"gateway.api.{name}.front" for name in _FRONTS))
+TRIALS = ("quire.constraints.check_process", "quire.constraints.matcher", "gateway.text.request_template")
 _SHARED = "TEST_FORKS_"
 _ROOT = Path(__file__).parents[2]
 _SERVICE = Path(__file__).with_name("forked_service.py")
@@ -68,7 +69,7 @@ def _fork_of(address: str, module: str) -> tuple[str, ...]:
 
 def share_forks() -> None:
     """Starts the processes that fork services, for this process and all that it starts from now on."""
-    for modules in (WORKER, SERVICES):
+    for modules in (WORKER, SERVICES, TRIALS):
         os.environ[_SHARED + "_".join(modules)] = _address_of_forks(*modules)
 
 
