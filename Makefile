@@ -53,7 +53,7 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
 	check-code-map check-site check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-tiers test-real test-long test-sanitizers test-mutation coverage
+.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage
 .PHONY: triton-client real-packages test-containers images wheels
 .PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
 
@@ -76,16 +76,21 @@ IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reo
 FIRST_TIER := not (extended or all_isas or real or long)
 SECOND_TIER := (extended or all_isas) and not long
 BOTH_TIERS := not long and (extended or all_isas or not real)
+# `make test test-all` is one run: imports and the collection of tests take a minute of processor time, and at the end of
+# each run one process is busy.
+ifneq ($(and $(filter test,$(MAKECMDGOALS)),$(filter test-all,$(MAKECMDGOALS))),)
+OF_TEST := $(BOTH_TIERS)
+OF_TEST_ALL :=
+else
+OF_TEST := $(FIRST_TIER)
+OF_TEST_ALL := $(SECOND_TIER)
+endif
 
 test: setup triton-client ## show each promise once; or run the tests that ARGS names
-	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "$(FIRST_TIER)")
+	$(PYTEST) $(if $(strip $(ARGS)),$(ARGS),$(IN_PARALLEL) -m "$(OF_TEST)")
 
 test-all: setup triton-client ## run the tests that `make test` leaves out, and a part of `make test-real`
-	$(PYTEST) $(IN_PARALLEL) -m "$(SECOND_TIER)" $(ARGS)
-
-# Imports and the collection of tests take a minute of processor time, and a tier ends with one busy process.
-test-tiers: setup triton-client ## run the tests of `make test` and `make test-all` in one run, which is shorter
-	$(PYTEST) $(IN_PARALLEL) -m "$(BOTH_TIERS)" $(ARGS)
+	$(if $(OF_TEST_ALL),$(PYTEST) $(IN_PARALLEL) -m "$(OF_TEST_ALL)" $(ARGS),@:)
 
 real-packages: $(INSTALLED) ## fetch the public packages that tests read
 	$(BIN)/python -m tests.real.packages

@@ -261,7 +261,8 @@ class BlockManager(BlockTables[Sequence]):
             names = [name for content in names for name in (*self.names.full(content), *self.names.windowed(content))]
         pairs = zip(sequence.block_table[first * size : end * size], names, strict=True)
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
-        sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name)]
+        # A sequence that continues from a checkpoint computes blocks behind it again.
+        sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name, takes_over=True)]
         tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
         return sealed
 

@@ -267,12 +267,21 @@ class PrefixIndex(BlockPool):
             self._num_forgotten += len(self._changes)
             self._changes.clear()
 
-    def seal(self, block: BlockId, content: BlockHash) -> bool:
+    def seal(self, block: BlockId, content: BlockHash, *, takes_over: bool = False) -> bool:
         """Names the final content of a held block. Returns False if another block with the same content has the name
-        already; lookups keep finding that block."""
+        already; lookups keep finding that block. With `takes_over` it keeps the name only if it is held: otherwise it
+        would be evicted early, as a part of what was used before, and the name would be gone."""
         assert self._ref_counts[block] > 0, f"block {block} is sealed while no table holds it"
-        if self._hashes[block] is not None or content in self._by_hash:
+        other = self._by_hash.get(content)
+        if self._hashes[block] is not None or (other is not None and not (takes_over and other in self._cached)):
             return False
+        if other is not None:
+            del self._cached[other]
+            self._hashes[other] = None
+            self._free.append(other)
+            if self.log is not None:
+                self.log.removed(content)
+            self._note_changes((other,))
         self._hashes[block] = content
         self._by_hash[content] = block
         self.num_seals += 1

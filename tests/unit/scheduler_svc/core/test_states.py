@@ -168,6 +168,30 @@ def test_a_lost_worker_costs_at_most_an_interval_of_a_prompt_however_large_its_s
     driver.finish(request)
 
 
+@pytest.mark.parametrize("num_others", range(1, 5))
+def test_a_conversation_loses_its_end_first_though_turns_compute_some_of_it_again(num_others: int):
+    driver = Driver(make_config(**STATED | {"num_blocks": 60}), max_in_flight=1)
+    first = make_request(1, prompt_len=60, max_tokens=25)
+    driver.submit(first)
+    driver.finish(first)
+    # Continues from the checkpoint at 64 tokens. Meanwhile the other ones need what was used before.
+    turn = make_request(2, prompt=[*first.prompt, *driver.outputs[1], 1, 2, 3], max_tokens=20)
+    driver.submit(turn)
+    driver.run_steps(3)
+    assert driver.scheduler.batch.rows.num_computed.max() > 84
+    others = [make_request(3 + index, prompt=[index] * 18, max_tokens=2) for index in range(num_others)]
+    for request in others:
+        driver.submit(request)
+        driver.run_steps(3)
+    driver.finish(turn, *others)
+    request = make_request(99, prompt=[*turn.prompt, *driver.outputs[2]])
+    driver.submit(request)
+    sequence = driver.scheduler.waiting.get(request.key).sequences[0]
+    pool, names = driver.scheduler.batch.blocks.pool, sequence.prefix_hashes.first(26, request.prompt)
+    are_kept = [pool.hits([name]) != [] for name in names]
+    assert are_kept == sorted(are_kept, reverse=True)
+
+
 def test_checkpoints_of_long_prompts_are_after_whole_blocks():
     config = make_config(block_size=24, state_blocks=2, num_blocks=400, max_num_batched_tokens=512, max_model_len=4096)
     driver = Driver(config, max_in_flight=1)
