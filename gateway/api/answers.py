@@ -263,6 +263,11 @@ class LazyList(Iterable[Entry]):
         return iter(self._make())
 
 
+def few_or_lazy(make: Callable[[], Iterable[Entry]], length: int) -> list[Entry] | LazyList[Entry]:
+    """A list, lazy if it is long."""
+    return list(make()) if length <= _FEW else LazyList(make)
+
+
 def json_pieces(answer: Mapping[str, Any] | LazyList[Any]) -> Iterator[bytes]:
     """An object or a list as JSON, in pieces of about 32 KiB. Each takes a few milliseconds."""
     parts: list[str] = []
@@ -377,12 +382,13 @@ class WatchedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         making = asyncio.create_task(self._make_or_fail(send))
         leaving = asyncio.create_task(_until_disconnect(receive))
+        leaving.add_done_callback(lambda _: making.cancel())
         try:
-            await asyncio.wait([making, leaving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([making])
         finally:
             leaving.cancel()
-            making.cancel()
-            await asyncio.wait([making, leaving])
+            if not making.done():
+                await asyncio.wait([making])
         if not making.cancelled():
             making.result()
 

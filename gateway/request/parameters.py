@@ -74,7 +74,8 @@ class CallParameters:
         thinking = await thinking_limit(options.sampling, model, limits.vocab_size)
         rules = model.defaults.rules(limits.vocab_size)
         parameters = resolve(options, model.defaults, model.eos_token_ids, bad_sequences, thinking, rules)
-        parameters = replace(parameters, predicted=predicted)
+        if predicted:
+            parameters = replace(parameters, predicted=predicted)
         await turns.pause()
         check_choice(parameters, bad_sequences, model.defaults)
         if thinking is not None:
