@@ -83,7 +83,8 @@ class RowTable(Generic[S]):
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        return (self._can_compute() & ~self.prefills).nonzero()[0]
+        rows = (self.active & ~self.prefills).nonzero()[0]
+        return rows[self._can_compute()[rows]] if len(rows) else rows
 
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""
@@ -341,7 +342,8 @@ class Batch(Generic[S, G]):
 
     def blocks_for_decodes(self) -> int:
         """Free blocks that all decoding rows take: new ones, and copies of writers of a block but its last holder."""
-        rows = self.rows.decoding()
+        if not len(rows := self.rows.decoding()):
+            return 0
         writers = Counter(self._tail(row)[1] for row in rows[self.rows.shares_tail[rows]].tolist())
         num_copies = sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
         return (len(self.rows.without_slot(rows)) + num_copies) * self._num_groups
@@ -358,7 +360,8 @@ class Batch(Generic[S, G]):
 
     def _give_slots(self) -> Array:
         """Gives every decoding row a slot of its own for its next token. Returns these rows."""
-        rows = self.rows.decoding()
+        if not len(rows := self.rows.decoding()):
+            return rows
         self._append_blocks(self.rows.without_slot(rows))
         for row in rows[self.rows.shares_tail[rows]].tolist():
             self._copy_on_write(row)
