@@ -78,6 +78,7 @@ _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
 # Number of list entries that are written at once.
 _FEW = 64
+_SHORT = frozenset((str, int, float, bool, type(None)))
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _encode = msgspec.json.Encoder().encode
 # Characters that end a line for some readers of server-sent events, such as programs with `str.splitlines`.
@@ -367,8 +368,9 @@ def _find_long(value: Any, long: set[int]) -> bool:
 
 
 def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
-    """Calls `_find_long` for each value; returns whether one of them is long."""
-    return sum(_find_long(each, long) for each in values) > 0
+    """Calls `_find_long` for each value that may be long; returns whether one of them is."""
+    found = [_find_long(each, long) for each in values if type(each) not in _SHORT]
+    return True in found
 
 
 class WatchedResponse(Response):

@@ -83,13 +83,11 @@ class RowTable(Generic[S]):
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        rows = (self.active & ~self.prefills).nonzero()[0]
-        return rows[self._can_compute()[rows]] if len(rows) else rows
+        return rows[self._can_compute()[rows]] if len(rows := (self.active & ~self.prefills).nonzero()[0]) else rows
 
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""
-        rows = (self.active & self.prefills).nonzero()[0]
-        rows = rows[self._can_compute()[rows]] if len(rows) else rows
+        rows = rows[self._can_compute()[rows]] if len(rows := (self.active & self.prefills).nonzero()[0]) else rows
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
     def _can_compute(self) -> Array:
@@ -342,8 +340,7 @@ class Batch(Generic[S, G]):
 
     def blocks_for_decodes(self) -> int:
         """Free blocks that all decoding rows take: new ones, and copies of writers of a block but its last holder."""
-        if not len(rows := self.rows.decoding()):
-            return 0
+        rows = self.rows.decoding()
         writers = Counter(self._tail(row)[1] for row in rows[self.rows.shares_tail[rows]].tolist())
         num_copies = sum(min(count, self.blocks.pool.ref_count(block) - 1) for block, count in writers.items())
         return (len(self.rows.without_slot(rows)) + num_copies) * self._num_groups
