@@ -26,7 +26,7 @@ from gateway.request.answer_memory import (
 )
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
-from gateway.request.parameters import CallParameters
+from gateway.request.parameters import CallParameters, LastParameters
 from gateway.request.prepare import continue_from, prepare
 from gateway.request.served_model import ServedModel
 from gateway.request.spans import RequestSpan
@@ -128,6 +128,7 @@ class Generator:
         self._tracer = tracer
         self._answer_memory = shared.answer_memory
         self.durable_reads = DurableReads(ledger, replicas, model.tokenizer)
+        self.last_parameters = LastParameters()
         # The last limits, and the welcomes that they follow from.
         self._limits: tuple[list[Welcome], Limits] | None = None
 
@@ -185,7 +186,7 @@ class Generator:
         Raises:
             QuireError: the request is refused; nothing was submitted.
         """
-        async with self.admitted(options, CallParameters(), memory=memory) as live:
+        async with self.admitted(options, CallParameters(self.last_parameters), memory=memory) as live:
             self.start(live)
             yield live
 
@@ -377,7 +378,7 @@ async def running(
         stack.enter_context(preparing)
         live: list[LiveRequest] = []
         num_logprobs = 0
-        parameters, turns = CallParameters(), Turns()
+        parameters, turns = CallParameters(generator.last_parameters), Turns()
         for position, options in enumerate(requests):
             try:
                 if position and position % _ENDED_AT_ONCE == 0:
