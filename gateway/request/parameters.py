@@ -71,7 +71,7 @@ class CallParameters:
         is_constrained = options.sampling.HasField("constraint")
         asked = [getattr(options, name).SerializeToString(deterministic=True) for name in _MESSAGES]
         parameters = self._last.parameters
-        if parameters is None or is_constrained or self._last.asked != asked or self._last.limits != limits:
+        if parameters is None or is_constrained or self._last.asked != asked or self._last.limits is not limits:
             parameters = await self._completed(options, model, limits, tenant)
             if not is_constrained:
                 self._last.asked, self._last.limits, self._last.parameters = asked, limits, parameters
