@@ -78,6 +78,7 @@ _PIECE_BYTES = 1 << 16
 _PIECE_CHARACTERS = 1 << 15
 # Number of list entries that are written at once.
 _FEW = 64
+_SHORT = frozenset((str, int, float, bool, type(None)))
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 _encode = msgspec.json.Encoder().encode
 # Characters that end a line for some readers of server-sent events, such as programs with `str.splitlines`.
@@ -263,6 +264,11 @@ class LazyList(Iterable[Entry]):
         return iter(self._make())
 
 
+def few_or_lazy(make: Callable[[], Iterable[Entry]], length: int) -> list[Entry] | LazyList[Entry]:
+    """A list, lazy if it is long."""
+    return list(make()) if length <= _FEW else LazyList(make)
+
+
 def json_pieces(answer: Mapping[str, Any] | LazyList[Any]) -> Iterator[bytes]:
     """An object or a list as JSON, in pieces of about 32 KiB. Each takes a few milliseconds."""
     parts: list[str] = []
@@ -362,8 +368,9 @@ def _find_long(value: Any, long: set[int]) -> bool:
 
 
 def _find_all_long(values: Iterable[Any], long: set[int]) -> bool:
-    """Calls `_find_long` for each value; returns whether one of them is long."""
-    return sum(_find_long(each, long) for each in values) > 0
+    """Calls `_find_long` for each value that may be long; returns whether one of them is."""
+    found = [_find_long(each, long) for each in values if type(each) not in _SHORT]
+    return True in found
 
 
 class WatchedResponse(Response):
@@ -377,12 +384,13 @@ class WatchedResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         making = asyncio.create_task(self._make_or_fail(send))
         leaving = asyncio.create_task(_until_disconnect(receive))
+        leaving.add_done_callback(lambda _: making.cancel())
         try:
-            await asyncio.wait([making, leaving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([making])
         finally:
             leaving.cancel()
-            making.cancel()
-            await asyncio.wait([making, leaving])
+            if not making.done():
+                await asyncio.wait([making])
         if not making.cancelled():
             making.result()
 

@@ -192,13 +192,13 @@ def _values(body: ConstraintFields) -> Iterator[tuple[str, str, Any]]:
             yield "response_format.grammar", "lark", grammar
         case ResponseFormat(type="structural_tag") as format:
             yield "response_format", "structural_tags", format
-    outputs = body.structured_outputs or StructuredOutputs()
-    yield "structured_outputs.json_object", "json_object", AnyJsonObject() if outputs.json_object else None
-    yield "structured_outputs.json", "json_schema", outputs.json_
-    yield "structured_outputs.regex", "regex", outputs.regex
-    yield "structured_outputs.choice", "choice", outputs.choice
-    yield "structured_outputs.grammar", "lark", outputs.grammar
-    yield "structured_outputs.structural_tag", "structural_tags", outputs.structural_tag
+    if (outputs := body.structured_outputs) is not None:
+        yield "structured_outputs.json_object", "json_object", AnyJsonObject() if outputs.json_object else None
+        yield "structured_outputs.json", "json_schema", outputs.json_
+        yield "structured_outputs.regex", "regex", outputs.regex
+        yield "structured_outputs.choice", "choice", outputs.choice
+        yield "structured_outputs.grammar", "lark", outputs.grammar
+        yield "structured_outputs.structural_tag", "structural_tags", outputs.structural_tag
     yield "guided_json", "json_schema", body.guided_json
     yield "guided_regex", "regex", body.guided_regex
     yield "guided_choice", "choice", body.guided_choice

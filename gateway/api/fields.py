@@ -122,11 +122,12 @@ def options_of(body: Part, prompt: Prompt | None, request_id: str, **own: Any) -
     parameter; `own` has the parameters that are read in another way."""
     groups = {"sampling": SamplingParameters(), "stopping": StoppingParameters(), "output": OutputOptions()}
     as_written: dict[str, Any] = {}
+    fields = type(body).model_fields
     for group, message in groups.items():
         for name in message.DESCRIPTOR.fields_by_name:
             if name in own:
                 write(message, f"{group}.{name}", own[name], as_written)
-            elif name in type(body).model_fields:
+            elif name in fields:
                 write(message, f"{group}.{name}", _meant(name, getattr(body, name)), as_written)
     # Some programs send an empty name if they do not know the model.
     model, cache_salt = getattr(body, "model", None) or None, getattr(body, "cache_salt", None)

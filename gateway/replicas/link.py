@@ -137,6 +137,8 @@ class SchedulerLink:
         self._outbox: deque[_Mail] = deque()
         self._has_mail = asyncio.Event()
         self._outbox_is_empty = asyncio.Event()
+        # Messages of events that were taken in, and the ones among them without new credit.
+        self._num_taken = self._num_ungranted = 0
 
     @property
     def model(self) -> ModelFingerprint:
@@ -146,6 +148,9 @@ class SchedulerLink:
     def submit(self, live: LiveRequest) -> None:
         """Queues the submission of a request, with the tokens that it already has."""
         self._send(live)
+        if self._num_ungranted:
+            # In the same message: a message of its own costs both sides more than its content.
+            self._grant(self._num_ungranted)
 
     def offer(self, live: LiveRequest) -> None:
         """Asks for room for a request that runs on another replica. Replaces an earlier offer of the request."""
@@ -318,7 +323,8 @@ class SchedulerLink:
         self.is_draining = self.is_busy = False
         self.problem = self.loading = None
         self.welcome = welcome
-        self._grant(_MESSAGES_AHEAD, num_taken=0)
+        self._num_taken = self._num_ungranted = 0
+        self._grant(_MESSAGES_AHEAD)
         self._listener.on_connected(self)
         self._send(scheduler_pb2.ConnectRequest(end_unread=scheduler_pb2.EndUnread()))
 
@@ -351,7 +357,6 @@ class SchedulerLink:
             await asyncio.gather(reader, writer, return_exceptions=True)
 
     async def _read(self, responses: AsyncIterator[scheduler_pb2.ConnectResponse]) -> None:
-        num_taken = 0
         async for message in responses:
             match message.WhichOneof("message"):
                 case "events":
@@ -362,9 +367,10 @@ class SchedulerLink:
                         self._listener.on_events(self, part)
                         await _let_readers_run()
                     failpoint("gateway.events.before_credit")
-                    num_taken += 1
-                    if num_taken % _MESSAGES_OF_CREDIT == 0:
-                        self._grant(_MESSAGES_OF_CREDIT, num_taken)
+                    self._num_taken += 1
+                    self._num_ungranted += 1
+                    if self._num_ungranted == _MESSAGES_OF_CREDIT:
+                        self._grant(_MESSAGES_OF_CREDIT)
                 case "state":
                     state = message.state
                     self.loading = LoadProgress.of(state.loading) if state.HasField("loading") else None
@@ -423,9 +429,10 @@ class SchedulerLink:
             self._listener.on_not_sent(live, error)
             return None
 
-    def _grant(self, num_messages: int, num_taken: int) -> None:
-        """Grants credit for `num_messages` more event messages, after `num_taken` were taken in."""
-        credit = scheduler_pb2.Credit(messages=num_messages, taken=num_taken)
+    def _grant(self, num_messages: int) -> None:
+        """Grants credit for `num_messages` more event messages."""
+        self._num_ungranted = 0
+        credit = scheduler_pb2.Credit(messages=num_messages, taken=self._num_taken)
         self._send(scheduler_pb2.ConnectRequest(credit=credit))
 
     def _send(self, message: "_Mail") -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from gateway.auth.caller import current_caller
 from gateway.auth.quota import Refund
 from gateway.metrics import ModelMetrics
-from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage
+from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage, Welcome
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.replica_set import Replicas
@@ -26,7 +26,7 @@ from gateway.request.answer_memory import (
 )
 from gateway.request.durable import ClientOffset, DurableReads
 from gateway.request.limits import Limits, limits_of
-from gateway.request.parameters import CallParameters
+from gateway.request.parameters import CallParameters, LastParameters
 from gateway.request.prepare import continue_from, prepare
 from gateway.request.served_model import ServedModel
 from gateway.request.spans import RequestSpan
@@ -128,6 +128,9 @@ class Generator:
         self._tracer = tracer
         self._answer_memory = shared.answer_memory
         self.durable_reads = DurableReads(ledger, replicas, model.tokenizer)
+        self.last_parameters = LastParameters()
+        # The last limits, and the welcomes that they follow from.
+        self._limits: tuple[list[Welcome], Limits] | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -171,7 +174,10 @@ class Generator:
         """
         longest_s = self._settings.connect_timeout
         welcomes = await self.replicas.wait_until_known(longest_s if patience_s is None else min(patience_s, longest_s))
-        return limits_of(self._settings, welcomes, self.model.tokenizer.longest_token_bytes, self.model.kind)
+        if self._limits is None or self._limits[0] != welcomes:
+            longest, kind = self.model.tokenizer.longest_token_bytes, self.model.kind
+            self._limits = welcomes, limits_of(self._settings, welcomes, longest, kind)
+        return self._limits[1]
 
     @asynccontextmanager
     async def run(self, options: RequestOptions, *, memory: CallMemory) -> AsyncGenerator[LiveRequest]:
@@ -180,7 +186,7 @@ class Generator:
         Raises:
             QuireError: the request is refused; nothing was submitted.
         """
-        async with self.admitted(options, CallParameters(), memory=memory) as live:
+        async with self.admitted(options, CallParameters(self.last_parameters), memory=memory) as live:
             self.start(live)
             yield live
 
@@ -372,10 +378,10 @@ async def running(
         stack.enter_context(preparing)
         live: list[LiveRequest] = []
         num_logprobs = 0
-        parameters, turns = CallParameters(), Turns()
+        parameters, turns = CallParameters(generator.last_parameters), Turns()
         for position, options in enumerate(requests):
             try:
-                if position % _ENDED_AT_ONCE == 0:
+                if position and position % _ENDED_AT_ONCE == 0:
                     stack.push_async_callback(asyncio.sleep, 0)
                 live.append(await stack.enter_async_context(generator.admitted(options, parameters, memory=memory)))
                 await turns.pause()
@@ -449,6 +455,8 @@ async def results_of(live: Sequence[LiveRequest]) -> list[Result]:
     Raises:
         QuireError: one of them failed; the others are not waited for.
     """
+    if len(live) == 1:
+        return [await live[0].result()]
     tasks = [asyncio.create_task(each.result()) for each in live]
     try:
         return await asyncio.gather(*tasks)

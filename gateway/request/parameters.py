@@ -1,7 +1,7 @@
 """The parameters of requests: every default set, bad words and predictions as tokens, contradictions refused."""
 
 from collections.abc import MutableSequence, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gateway.replicas.generation_request import Parameters
 from gateway.request.generation_config import NO_DEFAULTS, ModelDefaults
@@ -30,6 +30,8 @@ from quire.runtime import entropy
 _SAMPLING = SamplingParameters()
 for _name, _number in NUMBERS.items():
     setattr(_SAMPLING, _name, _number.default)
+# The messages of a request's options.
+_MESSAGES = ("sampling", "stopping", "output")
 # Fields that only the scheduler or the gateway reads.
 _NOT_FOR_WORKERS = ("seed", "n", "best_of", "beam_search", "bad_words", "thinking_token_budget")
 
@@ -40,7 +42,9 @@ class CallParameters:
     The parameters may be long, and a call may make a thousand requests.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, last: "LastParameters | None" = None) -> None:
+        """`last` is shared by the calls of a model."""
+        self._last = last or LastParameters()
         self._options: RequestOptions | None = None
         self._parameters: Parameters | None = None
 
@@ -64,6 +68,17 @@ class CallParameters:
         """
         if (known := self._known(options)) is not None:
             return known
+        is_constrained = options.sampling.HasField("constraint")
+        asked = [getattr(options, name).SerializeToString(deterministic=True) for name in _MESSAGES]
+        parameters = self._last.parameters
+        if parameters is None or is_constrained or self._last.asked != asked or self._last.limits is not limits:
+            parameters = await self._completed(options, model, limits, tenant)
+            if not is_constrained:
+                self._last.asked, self._last.limits, self._last.parameters = asked, limits, parameters
+        self._options, self._parameters = options, parameters
+        return parameters
+
+    async def _completed(self, options: RequestOptions, model: ServedModel, limits: Limits, tenant: str) -> Parameters:
         turns = Turns()
         bad_sequences = await bad_token_sequences(model.tokenizer, options.sampling.bad_words, limits.vocab_size)
         await turns.pause()
@@ -74,7 +89,8 @@ class CallParameters:
         thinking = await thinking_limit(options.sampling, model, limits.vocab_size)
         rules = model.defaults.rules(limits.vocab_size)
         parameters = resolve(options, model.defaults, model.eos_token_ids, bad_sequences, thinking, rules)
-        parameters = replace(parameters, predicted=predicted)
+        if predicted:
+            parameters = replace(parameters, predicted=predicted)
         await turns.pause()
         check_choice(parameters, bad_sequences, model.defaults)
         if thinking is not None:
@@ -82,7 +98,6 @@ class CallParameters:
         if options.sampling.HasField("constraint"):
             check_end(options, parameters)
             await model.constraints.check(options.sampling.constraint, tenant)
-        self._options, self._parameters = options, parameters
         return parameters
 
     def _known(self, options: RequestOptions) -> Parameters | None:
@@ -90,9 +105,17 @@ class CallParameters:
         before = self._options
         if before is None or (options.model, options.priority) != (before.model, before.priority):
             return None
-        names = ("sampling", "stopping", "output")
-        is_same = all(getattr(options, name) is getattr(before, name) for name in names)
+        is_same = all(getattr(options, name) is getattr(before, name) for name in _MESSAGES)
         return self._parameters if is_same else None
+
+
+@dataclass(slots=True)
+class LastParameters:
+    """The last completed parameters of a model without a constraint, which most requests repeat."""
+
+    asked: Sequence[bytes] = ()
+    limits: Limits | None = None
+    parameters: Parameters | None = None
 
 
 def resolve(

@@ -90,6 +90,8 @@ class IncomingBody:
         return message
 
     async def _receive_in_time(self) -> Message:
+        if self._has_come():
+            return await self._receive()
         try:
             async with asyncio.timeout_at(self._due_at) as self._reading:
                 return await self._receive()

@@ -4,6 +4,7 @@ operators and Prometheus."""
 import asyncio
 import ipaddress
 from collections.abc import Callable, Sequence, Set
+from functools import lru_cache
 from http import HTTPStatus
 from typing import Literal, NotRequired, cast
 
@@ -14,6 +15,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
@@ -54,6 +56,7 @@ _SIZES = (
 _WITHOUT_PREFLIGHT = frozenset({"", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
 _REQUEST_ID = b"x-request-id"
 _METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+_HOSTS_KEPT = 64
 _UNCOUNTED_PATHS = OPEN_PATHS | {METRICS_PATH}
 
 
@@ -62,7 +65,8 @@ def make_http_app(context: FrontContext) -> Starlette:
     settings, metrics = context.settings, context.metrics
     routes = [each for front in context.opened for each in front.routes]
     app = Starlette(
-        routes=[*routes, *description_routes(routes)],
+        # The first route that matches is taken: the frequent ones, which generate text, come first.
+        routes=[*sorted(routes, key=_generates_no_text), *description_routes(routes)],
         # The outermost middleware comes first.
         middleware=[
             *_cross_origin(settings.allowed_origins),
@@ -95,6 +99,10 @@ def make_http_app(context: FrontContext) -> Starlette:
     )
     app.state.fronts = context.opened
     return app
+
+
+def _generates_no_text(route: BaseRoute) -> bool:
+    return not (isinstance(route, ApiRoute) and route.events is not None)
 
 
 def _host_check(settings: GatewaySettings) -> list[Middleware]:
@@ -259,6 +267,7 @@ def _host_name(host: str) -> str:
     return host.partition(":")[0].strip().rstrip(".").lower()
 
 
+@lru_cache(_HOSTS_KEPT)
 def _is_loopback(name: str) -> bool:
     if name == "localhost" or name.endswith(".localhost"):
         return True

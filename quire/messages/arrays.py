@@ -19,13 +19,13 @@ _FLOAT32 = np.dtype("<f4")
 
 def encode_int32(values: NDArray[np.integer] | Sequence[int]) -> bytes:
     """The values as int32, in C order. OverflowError when one does not fit."""
+    if not len(values):
+        return b""
     if not isinstance(values, np.ndarray):
         packed = packed_array("i", values)
         if sys.byteorder != "little":
             packed.byteswap()
         return packed.tobytes()
-    if not values.size:
-        return b""
     if values.dtype.kind not in "iu":
         raise TypeError(f"encode_int32 got {values.dtype}")
     narrow = values.astype(_INT32, copy=False)

@@ -34,6 +34,9 @@ COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 SMALL_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Bounds for numbers of sequences."""
 
+_FEW = 8
+"""Values that are added faster one by one."""
+
 OTHER_TENANTS = "(other)"
 """The label of tenants without a label of their own. No tenant has this name."""
 
@@ -63,6 +66,10 @@ class Distribution:
 
     def add_all(self, values: ArrayLike, times: ArrayLike | None = None) -> None:
         """Observes values, [n], each as often as `times`, [n], says; None is once each."""
+        if times is None and isinstance(values, list) and len(values) <= _FEW:
+            for value in values:
+                self.add(value)
+            return
         observed = np.asarray(values, np.float64)
         weights = None if times is None else np.asarray(times, np.float64)
         buckets = np.searchsorted(self._edges, observed)

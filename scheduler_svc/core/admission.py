@@ -127,8 +127,10 @@ class Room:
 
     def fits(self, group: SequenceGroup, to_grow: int) -> bool:
         """Whether `make_way` would succeed. Changes nothing."""
-        if self.has_room(group, to_grow):
-            return True
+        return self.has_room(group, to_grow) or self._fits_alone(group, to_grow)
+
+    def _fits_alone(self, group: SequenceGroup, to_grow: int) -> bool:
+        """`fits`, for a group that has no room as it is."""
         if self.lacks_rows(group) or self.others_run:
             return False
         # Nothing runs: retired blocks and blocks kept for others give way, and the group may share some of the rest.
@@ -146,7 +148,9 @@ class Room:
         """Frees blocks that are kept for others until the group, which is about to enter, has room. Every accepted
         request can run by itself, and no pin or lease may prevent that. Returns whether the group has room; if not,
         nothing was freed."""
-        if not self.fits(group, to_grow):
+        if self.has_room(group, to_grow):
+            return True
+        if not self._fits_alone(group, to_grow):
             return False
         while not self.has_room(group, to_grow):
             if not (self._batch.blocks.reclaim() or self.give_way(may_end_pins=True)):
@@ -237,7 +241,8 @@ class TokenShares:
         """Begins a step's chunks: continues the prefills in order until the budget is spent."""
         self._num_uncached.clear()
         self._batch.begin_followers()
-        rows = self._batch.rows.prefilling().tolist()
+        if not (rows := self._batch.rows.prefilling().tolist()):
+            return
         lengths = [self._batch.rows.num_uncomputed(row) for row in rows]
         shortest_behind = [*itertools.accumulate(reversed(lengths), min, initial=sys.maxsize)][::-1][1:]
         for row, shortest in zip(rows, shortest_behind, strict=True):

@@ -7,7 +7,6 @@ is a new one here: its time in the queue begins with its submission, and its ear
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -115,11 +114,10 @@ class SchedulerMetrics:
         self._ended.labels("failed").inc(len(events.failed))
         if events.completed:
             # All at once, since all rows may end in one step.
-            phases = np.array(
-                [(end.usage.queue_s, end.usage.prefill_s, end.usage.decode_s) for end in events.completed]
-            )
-            for histogram, seconds in zip((self._queue, self._prefill, self._decode), phases.T, strict=True):
-                histogram.add_all(seconds)
+            usages = [end.usage for end in events.completed]
+            self._queue.add_all([usage.queue_s for usage in usages])
+            self._prefill.add_all([usage.prefill_s for usage in usages])
+            self._decode.add_all([usage.decode_s for usage in usages])
             if self._tenants is not None:
                 self._tenants.completed(events.completed)
 

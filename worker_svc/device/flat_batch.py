@@ -258,7 +258,7 @@ def finite_tokens(batch: Batch, hidden: Tensor) -> Tensor | None:
     NaN in a hidden state remains in all later layers and the final norm, and spreads to every token that attends to its
     keys and values. So a chunk with finite final hidden states was computed from finite keys and values.
     """
-    if not _samples_nothing(batch).any():
+    if np.array_equal(batch.samples[:, 1], batch.rows) or not _samples_nothing(batch).any():
         return None
     # A float32 sum of finite numbers of usable size is finite.
     return hidden[: int(batch.num_new_tokens.sum())].sum(-1, dtype=torch.float32).isfinite()

@@ -73,9 +73,13 @@ class Rows:
         if len(changes.state_tables):
             self.state_tables[changes.state_tables[:, 0]] = changes.state_tables[:, 1:]
 
-    def append(self, rows: Tensor, positions: Tensor, token_ids: Tensor) -> None:
-        """Writes sampled tokens, each at a position of its row. All are [n] int64 on the device."""
-        self.token_ids[rows, positions] = token_ids.to(torch.int32)
+    def append(self, rows: Int32Array, positions: NDArray[np.int64], token_ids: Tensor) -> None:
+        """Writes sampled tokens, [n] int64 on the device, each at a position of its row."""
+        if token_ids.is_cpu:
+            self.token_ids.numpy()[rows, positions] = token_ids.numpy()
+        else:
+            of_rows, at = to_device(np.stack((rows, positions)), token_ids.device)
+            self.token_ids[of_rows, at] = token_ids.to(torch.int32)
 
     def _assign(self, assigned: tuple[AssignRow, ...]) -> None:
         if not assigned:
@@ -111,7 +115,12 @@ class Rows:
             self._write_runs(self.token_ids, rows, starts, [each.token_ids for each in changes])
 
     def _write_runs(self, target: Tensor, rows: list[int], starts: list[int], runs: list[Int32Array]) -> None:
-        """Writes each run of values to its row from its start on, in one scatter."""
+        """Writes each run of values to its row from its start on; on a GPU in one scatter."""
+        if target.is_cpu:
+            array = target.numpy()
+            for row, start, run in zip(rows, starts, runs, strict=True):
+                array[row, start : start + len(run)] = run
+            return
         lengths = np.array([len(run) for run in runs])
         ends = np.cumsum(lengths)
         columns = np.arange(ends[-1]) + np.repeat(np.array(starts) - (ends - lengths), lengths)

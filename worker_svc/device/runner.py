@@ -579,8 +579,7 @@ class ModelRunner:
     def _draw(self, logits: torch.Tensor, samples: SamplePlan, columns: SamplingColumns) -> Drawn:
         """Draws a token for each sampling row and appends it to the row."""
         drawn = draw(logits, columns, samples.positions)
-        rows, positions = to_device(np.stack((samples.rows, samples.positions)), logits.device)
-        self._rows.append(rows, positions, drawn.token_ids)
+        self._rows.append(samples.rows, samples.positions, drawn.token_ids)
         return drawn
 
 

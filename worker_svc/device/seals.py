@@ -38,6 +38,8 @@ class SealInventory:
 
     def add(self, sealed: SealedBlocks, step_number: int) -> None:
         """A step has finished, and these blocks are final. A block that was sealed before gets the new hash."""
+        if not len(sealed.block_ids):
+            return
         with self._lock:
             is_current = self._last_written[sealed.block_ids] <= step_number
             block_ids = sealed.block_ids[is_current]

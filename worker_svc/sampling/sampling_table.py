@@ -6,7 +6,7 @@ A new parameter is checked in `SamplingReader.read` and gets a column here, or a
 import math
 from array import array as packed_array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -40,11 +40,22 @@ class SamplingReader:
     def __init__(self, model: ModelGeometry, limits: WorkerLimits) -> None:
         self._vocab_size = model.vocab_size
         self._max_logprobs = limits.max_logprobs
+        # The last message's fields, and how its row samples: most requests use the same parameters.
+        self._last: tuple[Sequence[object], RowSampling] | None = None
 
     def read(self, message: worker_pb2.AssignRow) -> RowSampling:
         """The row's sampling; with a `refusal` that names field, value and limit if it cannot be drawn by."""
+        counts = [
+            getattr(message, name) if message.HasField(name) else None
+            for name in ("logprobs", "num_candidates", "prompt_logprobs")
+        ]
+        asked = [message.row_sampling, *counts]
+        if self._last is not None and self._last[0] == asked:
+            return replace(self._last[1], seed=message.seed)
         try:
-            return self._read(message)
+            sampling = self._read(message)
+            self._last = asked, sampling
+            return sampling
         except InvalidArgument as error:
             return RowSampling(_filled(SamplingParameters()), refusal=str(error))
 

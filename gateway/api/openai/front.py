@@ -155,13 +155,13 @@ class CompletionCall(_Call[CompletionBody]):
         first_id = self._request_id
         ids = [first_id] if num_prompts == 1 else [f"{first_id}-{position}" for position in range(num_prompts)]
         # The requests share one object with their parameters.
-        options = completion_options(self._body, None, first_id)
-        options = dataclasses.replace(options, durable=self._is_durable, front_end=self._front_end(self._body))
+        options, front_end = completion_options(self._body, None, first_id), self._front_end(self._body)
         turns = Turns()
         requests: list[RequestOptions] = []
         for prompt, request_id in zip(self._prompts, ids, strict=True):
             filled = _with_suffix(prompt, self._body.suffix, generator)
-            requests.append(dataclasses.replace(options, prompt=filled, request_id=request_id))
+            own = {"prompt": filled, "request_id": request_id, "durable": self._is_durable, "front_end": front_end}
+            requests.append(dataclasses.replace(options, **own))
             await turns.pause()
         return requests
 

@@ -13,7 +13,7 @@ from gateway.api.answer_parts import (
     logprobs_by_token_id,
     output_tokens_details,
 )
-from gateway.api.answers import LazyList
+from gateway.api.answers import LazyList, few_or_lazy
 from gateway.api.custom_tools import InputPieces, custom_input
 from gateway.api.generation_fields import CompletionBody, GenerationBody, is_echo_alone
 from gateway.api.openai import answers
@@ -396,7 +396,7 @@ class CompletionShaper:
         return {
             **self._head,
             "object": "text_completion",
-            "choices": LazyList(lambda: self._whole_choices(results)),
+            "choices": few_or_lazy(lambda: self._whole_choices(results), sum(map(len, self._choices))),
             "usage": self._usage(usages),
             **request_metrics(self._body, self._live, usages),
         }

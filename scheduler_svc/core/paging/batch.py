@@ -83,12 +83,11 @@ class RowTable(Generic[S]):
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        return (self._can_compute() & ~self.prefills).nonzero()[0]
+        return rows[self._can_compute()[rows]] if len(rows := (self.active & ~self.prefills).nonzero()[0]) else rows
 
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""
-        rows = (self.active & self.prefills).nonzero()[0]
-        rows = rows[self._can_compute()[rows]] if len(rows) else rows
+        rows = rows[self._can_compute()[rows]] if len(rows := (self.active & self.prefills).nonzero()[0]) else rows
         return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
 
     def _can_compute(self) -> Array:
@@ -358,7 +357,8 @@ class Batch(Generic[S, G]):
 
     def _give_slots(self) -> Array:
         """Gives every decoding row a slot of its own for its next token. Returns these rows."""
-        rows = self.rows.decoding()
+        if not len(rows := self.rows.decoding()):
+            return rows
         self._append_blocks(self.rows.without_slot(rows))
         for row in rows[self.rows.shares_tail[rows]].tolist():
             self._copy_on_write(row)
