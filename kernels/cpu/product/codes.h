@@ -24,7 +24,8 @@ struct Int8ByCoded {
 struct TokenPiece {
   int8_t values[kPanel];
   float sums[2];
-  std::byte unused[24];
+  int32_t excess;  // of the sum of products, where bytes of codes are signed: kBias times the sum of the values
+  std::byte unused[20];
 };
 static_assert(sizeof(TokenPiece) == 64);
 
@@ -54,16 +55,10 @@ struct PanelPiece {
   float scales[kParts][kPanel], minima[kParts][kPanel];
 };
 
-class CodeMultiplier {
+// What all products with codes share: tokens are packed, and blocks of panels expanded, in one way.
+class CodeProducts {
  public:
   static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
-
-  template <class Kind>
-  static int64_t scratch_bytes(const ProductArgs& args) {
-    if (kByMatrixUnits<typename Kind::Format>) return 0;
-    using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;
-    return args.num_tokens > kFewTokens ? pieces(args) * static_cast<int64_t>(sizeof(Piece)) : 0;
-  }
 
   template <class Kind>
   static int64_t packed_bytes(const ProductArgs& args) {
@@ -86,39 +81,12 @@ class CodeMultiplier {
         for (int64_t i = begin; i < end; ++i) {
           TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
           pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums);
+          piece.excess = kBias<typename Kind::Format> * static_cast<int32_t>(piece.sums[0]);
         }
     });
   }
 
-  template <class Kind>
-  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
-                std::byte* scratch, const std::byte* packed) {
-    using Format = typename Kind::Format;
-    if constexpr (kByMatrixUnits<Format>) {
-      if (end - begin > kFewTokens) {
-        const TokenTiles tiles(begin, end);
-        return with_count<3>(tiles.lines / 4 - 1, [&]<int kMore>() {
-          multiply_tiles<Format, 4 + 4 * kMore>(args, first_panel, last_panel, tiles, packed);
-        });
-      }
-    }
-    const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
-    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
-      if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
-      if (!kByMatrixUnits<Format> && args.num_tokens > kFewTokens) {
-        multiply_expanded<Format>(args, panel, panel + 1 < last_panel, begin, end, scratch, tokens);
-        continue;
-      }
-      for (int64_t token = begin; token < end; token += kTokensAtOnce)
-        with_count<kTokensAtOnce>(end - token, [&]<int kTokens>() {
-          multiply_panel<Format, kTokens>(args, panel, token, tokens + token * pieces(args), token == begin);
-        });
-    }
-  }
-
- private:
-  // Tokens whose sums all fit into registers, with codes as stored and with expanded ones.
-  static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1, kExpandedTokens = kWidth == 16 ? 6 : 2;
+ protected:
   static constexpr int64_t kFewTokens = 4;
   static constexpr int kVectorsOfHalf = 16 / kWidth;
 
@@ -172,6 +140,122 @@ class CodeMultiplier {
     constexpr int64_t kAhead = 1 << 13;
     for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kOnceCache>(from + kAhead + line);
   }
+
+  template <class Format, int kParts>
+  static void expand(const Pass& args, CodedBlocks<Format, true, 1>& blocks, PanelPiece<kParts>* to, int64_t count) {
+    for (PanelPiece<kParts>* const end = to + count; to < end; ++to) {
+      const std::byte* chunk = blocks.next();
+      if (args.addends != nullptr) args.addends->step();
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i, chunk += Format::kCodeBytes) {
+          IntVec codes[2][kVectorsOfHalf];
+          for (int at = 0; at < kVectorsOfHalf; ++at) {
+            IntVec halves[2];
+            load_bytes_of<Format>(chunk, at * kWidth, halves);
+            for (int half = 0; half < 2; ++half) codes[half][at] = halves[half];
+          }
+          // Columns one after the other, each with two words.
+          const IntVec* pairs = codes[0];
+          for (int column = tile * kTile; column < (tile + 1) * kTile; column += kWidth, pairs += 2) {
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i][column]), even_lanes(pairs[0], pairs[1]));
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i + 1][column]), odd_lanes(pairs[0], pairs[1]));
+          }
+        }
+        for (int part = 0; part < kParts; ++part)
+          for (int column = 0; column < kTile; column += kWidth) {
+            const int chunk_of_part = part * 4 / kParts;
+            store(to->scales[part] + tile * kTile + column, load(blocks.scales(tile, chunk_of_part) + column));
+            store(to->minima[part] + tile * kTile + column, load(blocks.minima(tile, chunk_of_part) + column));
+          }
+      }
+    }
+  }
+
+  template <class Format>
+  static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;
+
+  // Codes of 4 bits that stand for other values than their own.
+  template <class Format>
+  static constexpr bool kHasTable = Format::kBits == 4 && (Format::kOffset == Iq4Xs::kOffset || Format::kIsFp4);
+
+  // The largest byte that is multiplied, and whether sums of two of its products fit 16 bits. Where it matters and they
+  // do not, all bytes are less by kBias, and signed.
+  template <class Format>
+  static constexpr int kLargest = !kHasTable<Format> ? (1 << Format::kBits) - 1 : Format::kIsFp4 ? 24 : 241;
+  template <class Format>
+  static constexpr bool kFitsPairs = kLargest<Format> <= 127;
+#if defined(__AVX512F__)
+  template <class Format>
+  static constexpr int kBias = 0;
+#else
+  template <class Format>
+  static constexpr int kBias = kFitsPairs<Format> ? 0 : 128;
+#endif
+
+  // Loads the multiplied bytes: codes as in `load_codes`, or their values.
+  template <class Format>
+  static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
+    load_codes<Format>(chunk, lane, codes);
+    for (IntVec& half : codes) {
+      if constexpr (kHasTable<Format>)
+        half = table_of<Format>(half);
+      else if constexpr (kBias<Format> != 0)
+        half = {half.v ^ static_cast<int32_t>(0x80808080u)};
+    }
+  }
+
+  template <class Format>
+  static IntVec table_of(IntVec codes) {
+    alignas(16) static constexpr auto kBytes = [] {
+      std::array<uint8_t, 16> bytes{};
+      for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int>(Format::kValues[i]) + Format::kOffset - kBias<Format>);
+      return bytes;
+    }();
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
+    return whole(look_up(in_all_lanes(table), bits_of(codes)));
+  }
+};
+
+#if defined(__AVX512F__)
+class CodeMultiplier : public CodeProducts {
+ public:
+  template <class Kind>
+  static int64_t scratch_bytes(const ProductArgs& args) {
+    if (kByMatrixUnits<typename Kind::Format>) return 0;
+    using Piece = PanelPiece<CodedBlocks<typename Kind::Format, true>::kParts>;
+    return args.num_tokens > kFewTokens ? pieces(args) * static_cast<int64_t>(sizeof(Piece)) : 0;
+  }
+
+  template <class Kind>
+  void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
+                std::byte* scratch, const std::byte* packed) {
+    using Format = typename Kind::Format;
+    if constexpr (kByMatrixUnits<Format>) {
+      if (end - begin > kFewTokens) {
+        const TokenTiles tiles(begin, end);
+        return with_count<3>(tiles.lines / 4 - 1, [&]<int kMore>() {
+          multiply_tiles<Format, 4 + 4 * kMore>(args, first_panel, last_panel, tiles, packed);
+        });
+      }
+    }
+    const auto* tokens = reinterpret_cast<const TokenPiece*>(packed);
+    for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+      if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
+      if (!kByMatrixUnits<Format> && args.num_tokens > kFewTokens) {
+        multiply_expanded<Format>(args, panel, panel + 1 < last_panel, begin, end, scratch, tokens);
+        continue;
+      }
+      for (int64_t token = begin; token < end; token += kTokensAtOnce)
+        with_count<kTokensAtOnce>(end - token, [&]<int kTokens>() {
+          multiply_panel<Format, kTokens>(args, panel, token, tokens + token * pieces(args), token == begin);
+        });
+    }
+  }
+
+ private:
+  // Tokens whose sums all fit into registers, with codes as stored and with expanded ones.
+  static constexpr int64_t kTokensAtOnce = 4, kExpandedTokens = 6;
 
   template <class Format, int kTokens>
   static void multiply_panel(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens, bool is_first) {
@@ -249,37 +333,6 @@ class CodeMultiplier {
         multiply_pieces<kParts, kAddsMinima<Format>, kSmall<Format>, kTokens>(
             args, panel, first, tokens + first * pieces(args), expanded, {{next, share}});
       });
-    }
-  }
-
-  template <class Format, int kParts>
-  static void expand(const Pass& args, CodedBlocks<Format, true, 1>& blocks, PanelPiece<kParts>* to, int64_t count) {
-    for (PanelPiece<kParts>* const end = to + count; to < end; ++to) {
-      const std::byte* chunk = blocks.next();
-      if (args.addends != nullptr) args.addends->step();
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i, chunk += Format::kCodeBytes) {
-          IntVec codes[2][kVectorsOfHalf];
-          for (int at = 0; at < kVectorsOfHalf; ++at) {
-            IntVec halves[2];
-            load_bytes_of<Format>(chunk, at * kWidth, halves);
-            for (int half = 0; half < 2; ++half) codes[half][at] = halves[half];
-          }
-          // Columns one after the other, each with two words.
-          const IntVec* pairs = codes[0];
-          for (int column = tile * kTile; column < (tile + 1) * kTile; column += kWidth, pairs += 2) {
-            store(reinterpret_cast<int32_t*>(to->codes[2 * i][column]), even_lanes(pairs[0], pairs[1]));
-            store(reinterpret_cast<int32_t*>(to->codes[2 * i + 1][column]), odd_lanes(pairs[0], pairs[1]));
-          }
-        }
-        for (int part = 0; part < kParts; ++part)
-          for (int column = 0; column < kTile; column += kWidth) {
-            const int chunk_of_part = part * 4 / kParts;
-            store(to->scales[part] + tile * kTile + column, load(blocks.scales(tile, chunk_of_part) + column));
-            store(to->minima[part] + tile * kTile + column, load(blocks.minima(tile, chunk_of_part) + column));
-          }
-      }
     }
   }
 
@@ -407,41 +460,16 @@ class CodeMultiplier {
   }
 #endif
 
-  template <class Format>
-  static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;
-
-  // Codes of 4 bits that stand for other values than their own.
-  template <class Format>
-  static constexpr bool kHasTable = Format::kBits == 4 && (Format::kOffset == Iq4Xs::kOffset || Format::kIsFp4);
-
   // No byte that is multiplied is above 127. Products of VNNI are the same for all.
 #if defined(__AVX512VNNI__)
   template <class Format>
   static constexpr bool kSmall = false;
 #else
   template <class Format>
-  static constexpr bool kSmall = Format::kBits < 8 && !kHasTable<Format>;
+  static constexpr bool kSmall = kFitsPairs<Format>;
 #endif
-
-  // Loads the multiplied bytes: codes as in `load_codes`, or their values.
-  template <class Format>
-  static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
-    load_codes<Format>(chunk, lane, codes);
-    if constexpr (kHasTable<Format>)
-      for (IntVec& half : codes) half = table_of<Format>(half);
-  }
-
-  template <class Format>
-  static IntVec table_of(IntVec codes) {
-    alignas(16) static constexpr auto kBytes = [] {
-      std::array<uint8_t, 16> bytes{};
-      for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(Format::kValues[i] + Format::kOffset);
-      return bytes;
-    }();
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
-    return whole(look_up(in_all_lanes(table), bits_of(codes)));
-  }
 };
+#endif
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA
