@@ -16,10 +16,30 @@ class CodeTiles : public CodeProducts {
   }
 
   template <class Kind>
+  static int64_t packed_bytes(const ProductArgs& args) {
+    return args.num_tokens * padded(pieces(args), kPiecesAtOnce) * static_cast<int64_t>(sizeof(TokenPiece));
+  }
+
+  // Packs pieces begin to end of all tokens; the last ones may be padding.
+  template <class Kind>
+  static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
+    using Format = typename Kind::Format;
+    for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
+      for (int64_t i = begin; i < end && i < pieces(args); ++i) {
+        TokenPiece* to = tokens_of(args, packed, first, last, i);
+        for (int64_t token = first; token < last; ++token, to += kPiecesAtOnce) {
+          pack_piece<CodedBlocks<Format, true>::kParts>(x_of<Kind>(args, token) + i * kPanel, to->values, to->sums);
+          to->excess = kBias<Format> * static_cast<int32_t>(to->sums[0]);
+        }
+      }
+    });
+  }
+
+  template <class Kind>
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
                 const std::byte* packed) {
     using Format = typename Kind::Format;
-    const auto* tokens = reinterpret_cast<const TokenPiece*>(packed) + begin * pieces(args);
+    const TokenPiece* tokens = tokens_of(args, const_cast<std::byte*>(packed), begin, end, 0);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
       if (end - begin == 1)
@@ -31,8 +51,16 @@ class CodeTiles : public CodeProducts {
 
  private:
   static constexpr int kVectorsOfTile = kTile / kWidth;
-  // Pieces of a panel that are expanded at once and stay in the first cache.
+  // Pieces of a panel that are expanded at once and stay in the first cache. All tokens of a pass have their values for
+  // them side by side, so that they are read in order.
   static constexpr int64_t kPiecesAtOnce = 8;
+
+  // A piece of the first of tokens begin to end - 1; the next token's is kPiecesAtOnce pieces behind.
+  static TokenPiece* tokens_of(const ProductArgs& args, std::byte* packed, int64_t begin, int64_t end, int64_t piece) {
+    const int64_t first = piece % kPiecesAtOnce, tokens = end - begin;
+    return reinterpret_cast<TokenPiece*>(packed) + begin * padded(pieces(args), kPiecesAtOnce) +
+           (piece - first) * tokens + first;
+  }
 
   // Words whose products with codes are summed in 16 bits; 0: codes are signed.
   template <class Format>
@@ -103,7 +131,7 @@ class CodeTiles : public CodeProducts {
     const int64_t groups = (end - begin + kTokensAtOnce - 1) / kTokensAtOnce;
     const auto* stored = static_cast<const std::byte*>(args.weight) + panel * bytes;
     CodedBlocks<Format, true, 1> blocks(args, panel);
-    for (int64_t first = 0; first < all; first += kPiecesAtOnce) {
+    for (int64_t first = 0; first < all; first += kPiecesAtOnce, tokens += (end - begin) * kPiecesAtOnce) {
       const int64_t count = all - first < kPiecesAtOnce ? all - first : kPiecesAtOnce;
       for (int64_t i = 0; i < count; ++i) {
         fetch_ahead(stored + bytes * (first + i) / all, Format::kBlockBytes);
@@ -112,7 +140,7 @@ class CodeTiles : public CodeProducts {
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t at = (end - begin) * group / groups, next = (end - begin) * (group + 1) / groups;
         with_count<kTokensAtOnce>(next - at, [&]<int kTokens>() {
-          multiply_tile<kParts, kAddsMinima<Format>, kAtOnce, kTokens>(tokens + at * all + first, all, expanded, count,
+          multiply_tile<kParts, kAddsMinima<Format>, kAtOnce, kTokens>(tokens + at * kPiecesAtOnce, expanded, count,
                                                                        sums + at * kPanel);
         });
       }
@@ -124,10 +152,10 @@ class CodeTiles : public CodeProducts {
   template <int kParts, int kAtOnce>
   static constexpr int kTokensOfTile = kAtOnce == 0 || kAtOnce * kParts >= kWordsOfPiece ? 4 : 3;
 
-  // Adds the products of `count` pieces to the sums of kTokens tokens, which are `stride` pieces apart.
+  // Adds the products of `count` pieces to the sums of kTokens tokens.
   template <int kParts, bool kWithMinima, int kAtOnce, int kTokens>
-  [[gnu::noinline]] static void multiply_tile(const TokenPiece* tokens, int64_t stride,
-                                              const PanelPiece<kParts>* of_panel, int64_t count, float* sums) {
+  [[gnu::noinline]] static void multiply_tile(const TokenPiece* tokens, const PanelPiece<kParts>* of_panel,
+                                              int64_t count, float* sums) {
     constexpr int kWords = kWordsOfPiece / kParts;
     for (int64_t column = 0; column < kPanel; column += kTile) {
       const TokenPiece* of_tokens = tokens;
@@ -142,7 +170,7 @@ class CodeTiles : public CodeProducts {
               codes[at] = load_int(piece->codes[part * kWords + i][column + at * kWidth]);
 #pragma GCC unroll 4
             for (int t = 0; t < kTokens; ++t) {
-              const IntVec x = set1_int(word(of_tokens[t * stride].values, part * kWords + i));
+              const IntVec x = set1_int(word(of_tokens[t * kPiecesAtOnce].values, part * kWords + i));
               for (int at = 0; at < kVectorsOfTile; ++at) pairs[t][at].add(i, codes[at], x);
             }
           }
@@ -155,7 +183,7 @@ class CodeTiles : public CodeProducts {
               float* const to = sums + t * kPanel + first;
               Vec sum = load(to);
               add_scaled<kWithMinima, kAtOnce>(sum, pairs[t][at].template whole<kWords>(), scale, minimum,
-                                               of_tokens[t * stride], part);
+                                               of_tokens[t * kPiecesAtOnce], part);
               store(to, sum);
             }
           }

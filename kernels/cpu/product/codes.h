@@ -24,7 +24,7 @@ struct Int8ByCoded {
 struct TokenPiece {
   int8_t values[kPanel];
   float sums[2];
-  int32_t excess;  // of the sum of products, where bytes of codes are signed: kBias times the sum of the values
+  int32_t excess;  // AVX2: kBias times the sum, which the sum of products lacks
   std::byte unused[20];
 };
 static_assert(sizeof(TokenPiece) == 64);
@@ -55,50 +55,15 @@ struct PanelPiece {
   float scales[kParts][kPanel], minima[kParts][kPanel];
 };
 
-// What all products with codes share: tokens are packed, and blocks of panels expanded, in one way.
+// What all products with codes share: the packing of a piece of a token, and the expanding of pieces of panels.
 class CodeProducts {
  public:
   static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
 
-  template <class Kind>
-  static int64_t packed_bytes(const ProductArgs& args) {
-    return args.num_tokens * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece));
-  }
-
-  // Packs pieces begin to end of all tokens.
-  template <class Kind>
-  static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
-    constexpr int kParts = CodedBlocks<typename Kind::Format, true>::kParts;
-    for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
-      if (kByMatrixUnits<typename Kind::Format> && last - first > kFewTokens) {
-        const TokenTiles tiles(first, last);
-        for (int64_t tile = 0; tile < tiles.count; ++tile)
-          for (int64_t i = begin; i < end; ++i)
-            pack_tile<Kind>(args, tiles, tile, i, tile_piece(args, tiles, packed, tile, i));
-        return;
-      }
-      for (int64_t token = first; token < last; ++token)
-        for (int64_t i = begin; i < end; ++i) {
-          TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
-          pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums);
-          piece.excess = kBias<typename Kind::Format> * static_cast<int32_t>(piece.sums[0]);
-        }
-    });
-  }
-
  protected:
-  static constexpr int64_t kFewTokens = 4;
   static constexpr int kVectorsOfHalf = 16 / kWidth;
 
   static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
-
-#if defined(__AMX_BF16__)
-  template <class Format>
-  static constexpr bool kByMatrixUnits = CodedBlocks<Format, true>::kParts == 1;
-#else
-  template <class Format>
-  static constexpr bool kByMatrixUnits = false;
-#endif
 
   // Packs 32 values of a token, and their sums for each part.
   template <int kParts>
@@ -114,25 +79,6 @@ class CodeProducts {
       of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
     }
     for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
-  }
-
-  template <class AnyByte>
-  static AnyByte* tile_piece(const ProductArgs& args, const TokenTiles& tiles, AnyByte* packed, int64_t tile,
-                             int64_t piece) {
-    return packed + tiles.begin * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece)) +
-           (tile * pieces(args) + piece) * tiles.piece_bytes();
-  }
-
-  // Packs a piece of a tile; unused lines are zeros.
-  template <class Kind>
-  static void pack_tile(const ProductArgs& args, const TokenTiles& tiles, int64_t tile, int64_t piece, std::byte* to) {
-    const int64_t first = tiles.first_of(tile), count = tiles.first_of(tile + 1) - first;
-    auto* values = reinterpret_cast<int8_t*>(to);
-    auto* sums = reinterpret_cast<float*>(values + tiles.lines * kPanel);
-    for (int64_t line = 0; line < count; ++line)
-      pack_piece<1>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line);
-    std::memset(values + count * kPanel, 0, (tiles.lines - count) * kPanel);
-    std::memset(sums + count, 0, (tiles.lines - count) * sizeof(float));
   }
 
   // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
@@ -228,6 +174,31 @@ class CodeMultiplier : public CodeProducts {
   }
 
   template <class Kind>
+  static int64_t packed_bytes(const ProductArgs& args) {
+    return args.num_tokens * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece));
+  }
+
+  // Packs pieces begin to end of all tokens.
+  template <class Kind>
+  static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
+    constexpr int kParts = CodedBlocks<typename Kind::Format, true>::kParts;
+    for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
+      if (kByMatrixUnits<typename Kind::Format> && last - first > kFewTokens) {
+        const TokenTiles tiles(first, last);
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+          for (int64_t i = begin; i < end; ++i)
+            pack_tile<Kind>(args, tiles, tile, i, tile_piece(args, tiles, packed, tile, i));
+        return;
+      }
+      for (int64_t token = first; token < last; ++token)
+        for (int64_t i = begin; i < end; ++i) {
+          TokenPiece& piece = reinterpret_cast<TokenPiece*>(packed)[token * pieces(args) + i];
+          pack_piece<kParts>(x_of<Kind>(args, token) + i * kPanel, piece.values, piece.sums);
+        }
+    });
+  }
+
+  template <class Kind>
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end,
                 std::byte* scratch, const std::byte* packed) {
     using Format = typename Kind::Format;
@@ -256,6 +227,34 @@ class CodeMultiplier : public CodeProducts {
  private:
   // Tokens whose sums all fit into registers, with codes as stored and with expanded ones.
   static constexpr int64_t kTokensAtOnce = 4, kExpandedTokens = 6;
+  static constexpr int64_t kFewTokens = 4;
+
+#if defined(__AMX_BF16__)
+  template <class Format>
+  static constexpr bool kByMatrixUnits = CodedBlocks<Format, true>::kParts == 1;
+#else
+  template <class Format>
+  static constexpr bool kByMatrixUnits = false;
+#endif
+
+  template <class AnyByte>
+  static AnyByte* tile_piece(const ProductArgs& args, const TokenTiles& tiles, AnyByte* packed, int64_t tile,
+                             int64_t piece) {
+    return packed + tiles.begin * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece)) +
+           (tile * pieces(args) + piece) * tiles.piece_bytes();
+  }
+
+  // Packs a piece of a tile; unused lines are zeros.
+  template <class Kind>
+  static void pack_tile(const ProductArgs& args, const TokenTiles& tiles, int64_t tile, int64_t piece, std::byte* to) {
+    const int64_t first = tiles.first_of(tile), count = tiles.first_of(tile + 1) - first;
+    auto* values = reinterpret_cast<int8_t*>(to);
+    auto* sums = reinterpret_cast<float*>(values + tiles.lines * kPanel);
+    for (int64_t line = 0; line < count; ++line)
+      pack_piece<1>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line);
+    std::memset(values + count * kPanel, 0, (tiles.lines - count) * kPanel);
+    std::memset(sums + count, 0, (tiles.lines - count) * sizeof(float));
+  }
 
   template <class Format, int kTokens>
   static void multiply_panel(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens, bool is_first) {

@@ -136,7 +136,8 @@ inline IntVec add_int8_products(IntVec sum, IntVec a, IntVec b) {
 }
 
 // Sums of products of the four bytes of words of codes with int8 values, except -128. Codes are unsigned, and kAtOnce
-// words' products of pairs fit 16 bits; where kAtOnce is 0, codes are signed.
+// words' products of pairs fit 16 bits; where kAtOnce is 0, codes are signed. The empty instructions fix the order of
+// sums: the compiler chooses one for which it stores all products first.
 template <int kAtOnce>
 class CodeSums {
  public:
@@ -146,6 +147,7 @@ class CodeSums {
       return widen(_mm256_maddubs_epi16(_mm256_abs_epi8(bits_of(codes)), _mm256_sign_epi8(bits_of(x), bits_of(codes))));
     const __m256i products = _mm256_maddubs_epi16(bits_of(codes), bits_of(x));
     pairs_ = i % kMost == 0 ? products : _mm256_add_epi16(pairs_, products);
+    asm("" : "+x"(pairs_));
     if (i % kMost == kMost - 1) widen(pairs_);
   }
 
@@ -159,7 +161,10 @@ class CodeSums {
  private:
   static constexpr int kMost = kAtOnce > 0 ? kAtOnce : 1;
 
-  void widen(__m256i pairs) { sums_ = _mm256_add_epi32(sums_, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
+  void widen(__m256i pairs) {
+    sums_ = _mm256_add_epi32(sums_, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    asm("" : "+x"(sums_));
+  }
 
   __m256i pairs_, sums_ = _mm256_setzero_si256();
 };
