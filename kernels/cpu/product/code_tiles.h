@@ -17,17 +17,18 @@ class CodeTiles : public CodeProducts {
 
   template <class Kind>
   static int64_t packed_bytes(const ProductArgs& args) {
-    return args.num_tokens * padded(pieces(args), kPiecesAtOnce) * static_cast<int64_t>(sizeof(TokenPiece));
+    return args.num_tokens * pieces(args) * static_cast<int64_t>(sizeof(TokenPiece));
   }
 
-  // Packs pieces begin to end of all tokens; the last ones may be padding.
+  // Packs pieces begin to end of all tokens.
   template <class Kind>
   static void pack(const ProductArgs& args, int64_t begin, int64_t end, std::byte* packed) {
     using Format = typename Kind::Format;
     for_passes<Kind, kBytesAtOnce>(args, 0, args.num_tokens, [&](int64_t first, int64_t last) {
-      for (int64_t i = begin; i < end && i < pieces(args); ++i) {
-        TokenPiece* to = tokens_of(args, packed, first, last, i);
-        for (int64_t token = first; token < last; ++token, to += kPiecesAtOnce) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t at = i % kPiecesAtOnce, step = pieces_from(args, i - at);
+        TokenPiece* to = tokens_of(args, packed, first) + (i - at) * (last - first) + at;
+        for (int64_t token = first; token < last; ++token, to += step) {
           pack_piece<CodedBlocks<Format, true>::kParts>(x_of<Kind>(args, token) + i * kPanel, to->values, to->sums);
           to->excess = kBias<Format> * static_cast<int32_t>(to->sums[0]);
         }
@@ -39,7 +40,7 @@ class CodeTiles : public CodeProducts {
   void multiply(const Pass& args, int64_t first_panel, int64_t last_panel, int64_t begin, int64_t end, std::byte*,
                 const std::byte* packed) {
     using Format = typename Kind::Format;
-    const TokenPiece* tokens = tokens_of(args, const_cast<std::byte*>(packed), begin, end, 0);
+    const TokenPiece* tokens = tokens_of(args, packed, begin);
     for (int64_t panel = first_panel; panel < last_panel; ++panel) {
       if (args.addends != nullptr) args.addends->start(panel, panel == first_panel, pieces(args));
       if (end - begin == 1)
@@ -55,11 +56,14 @@ class CodeTiles : public CodeProducts {
   // them side by side, so that they are read in order.
   static constexpr int64_t kPiecesAtOnce = 8;
 
-  // A piece of the first of tokens begin to end - 1; the next token's is kPiecesAtOnce pieces behind.
-  static TokenPiece* tokens_of(const ProductArgs& args, std::byte* packed, int64_t begin, int64_t end, int64_t piece) {
-    const int64_t first = piece % kPiecesAtOnce, tokens = end - begin;
-    return reinterpret_cast<TokenPiece*>(packed) + begin * padded(pieces(args), kPiecesAtOnce) +
-           (piece - first) * tokens + first;
+  static int64_t pieces_from(const ProductArgs& args, int64_t first) {
+    return pieces(args) - first < kPiecesAtOnce ? pieces(args) - first : kPiecesAtOnce;
+  }
+
+  template <class AnyByte>
+  static auto* tokens_of(const ProductArgs& args, AnyByte* packed, int64_t begin) {
+    using Piece = std::conditional_t<std::is_const_v<AnyByte>, const TokenPiece, TokenPiece>;
+    return reinterpret_cast<Piece*>(packed) + begin * pieces(args);
   }
 
   // Words whose products with codes are summed in 16 bits; 0: codes are signed.
@@ -131,8 +135,8 @@ class CodeTiles : public CodeProducts {
     const int64_t groups = (end - begin + kTokensAtOnce - 1) / kTokensAtOnce;
     const auto* stored = static_cast<const std::byte*>(args.weight) + panel * bytes;
     CodedBlocks<Format, true, 1> blocks(args, panel);
-    for (int64_t first = 0; first < all; first += kPiecesAtOnce, tokens += (end - begin) * kPiecesAtOnce) {
-      const int64_t count = all - first < kPiecesAtOnce ? all - first : kPiecesAtOnce;
+    for (int64_t first = 0; first < all; first += kPiecesAtOnce) {
+      const int64_t count = pieces_from(args, first);
       for (int64_t i = 0; i < count; ++i) {
         fetch_ahead(stored + bytes * (first + i) / all, Format::kBlockBytes);
         expand<Format>(args, blocks, expanded + i, 1);
@@ -140,10 +144,11 @@ class CodeTiles : public CodeProducts {
       for (int64_t group = 0; group < groups; ++group) {
         const int64_t at = (end - begin) * group / groups, next = (end - begin) * (group + 1) / groups;
         with_count<kTokensAtOnce>(next - at, [&]<int kTokens>() {
-          multiply_tile<kParts, kAddsMinima<Format>, kAtOnce, kTokens>(tokens + at * kPiecesAtOnce, expanded, count,
+          multiply_tile<kParts, kAddsMinima<Format>, kAtOnce, kTokens>(tokens + at * count, expanded, count,
                                                                        sums + at * kPanel);
         });
       }
+      tokens += (end - begin) * count;
     }
     finish(args, panel, begin, end - begin, sums);
   }
@@ -170,7 +175,7 @@ class CodeTiles : public CodeProducts {
               codes[at] = load_int(piece->codes[part * kWords + i][column + at * kWidth]);
 #pragma GCC unroll 4
             for (int t = 0; t < kTokens; ++t) {
-              const IntVec x = set1_int(word(of_tokens[t * kPiecesAtOnce].values, part * kWords + i));
+              const IntVec x = set1_int(word(of_tokens[t * count].values, part * kWords + i));
               for (int at = 0; at < kVectorsOfTile; ++at) pairs[t][at].add(i, codes[at], x);
             }
           }
@@ -183,7 +188,7 @@ class CodeTiles : public CodeProducts {
               float* const to = sums + t * kPanel + first;
               Vec sum = load(to);
               add_scaled<kWithMinima, kAtOnce>(sum, pairs[t][at].template whole<kWords>(), scale, minimum,
-                                               of_tokens[t * kPiecesAtOnce], part);
+                                               of_tokens[t * count], part);
               store(to, sum);
             }
           }
