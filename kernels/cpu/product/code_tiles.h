@@ -165,6 +165,8 @@ class CodeTiles : public CodeProducts {
     for (int64_t column = 0; column < kPanel; column += kTile) {
       const TokenPiece* of_tokens = tokens;
       for (const auto *piece = of_panel, *end = of_panel + count; piece < end; ++piece, ++of_tokens) {
+        // The next tokens, which may be in the third cache.
+        for (int t = 0; t < kTokens && column == 0; ++t) prefetch<kFirstCache>(of_tokens + (kTokens + t) * count);
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
           CodeSums<kAtOnce> pairs[kTokens][kVectorsOfTile];
