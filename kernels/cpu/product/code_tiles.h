@@ -1,6 +1,7 @@
-// Products of int8 tokens with coded weights by AVX2, which has no products of four bytes: products of pairs are summed
-// in 16 bits for as many words as cannot overflow, and only then widened. Sums over the inputs of a scale are whole, and
-// scaled in the order of codes.h, so the bits are the same for any number of tokens. Included only by product.cpp.
+// Products of int8 tokens with coded weights by AVX2, which multiplies pairs of bytes: their products are summed in 16
+// bits as long as no sum can overflow, and widened only then. Sums over the inputs of a scale are integers, and they are
+// scaled in the order of codes.h: a token's results do not depend on the number of tokens, and have the bits of other
+// instruction sets. Included only by product.cpp.
 #pragma once
 
 #include "product/codes.h"
@@ -56,6 +57,7 @@ class CodeTiles : public CodeProducts {
   // them side by side, so that they are read in order.
   static constexpr int64_t kPiecesAtOnce = 8;
 
+  // Pieces that are expanded together with piece `first`, which is the first one of them.
   static int64_t pieces_from(const ProductArgs& args, int64_t first) {
     return pieces(args) - first < kPiecesAtOnce ? pieces(args) - first : kPiecesAtOnce;
   }
@@ -66,9 +68,12 @@ class CodeTiles : public CodeProducts {
     return reinterpret_cast<Piece*>(packed) + begin * pieces(args);
   }
 
-  // Words whose products with codes are summed in 16 bits; 0: codes are signed.
+  // Words whose products with codes are summed in 16 bits; 0: bytes of codes are signed.
   template <class Format>
-  static constexpr int kWordsAtOnce = !kFitsPairs<Format> ? 0 : kLargest<Format> <= 15 ? 8 : kLargest<Format> <= 31 ? 4 : 2;
+  static constexpr int kWordsAtOnce = !kFitsPairs<Format>       ? 0
+                                      : kLargest<Format> <= 15 ? 8
+                                      : kLargest<Format> <= 31 ? 4
+                                                               : 2;
 
   // One token, with codes as stored.
   template <class Format>

@@ -1,7 +1,8 @@
 // Products of int8 tokens with coded weights (coded.h). Sums over the inputs of a scale are integers, so they do not
 // depend on how they are made: with few tokens, vectors take the codes as they are stored; with many, vectors or matrix
 // units take them from scratch memory, where each panel is put once in the order of multiplication. Matrix units gain
-// nothing where the sums of 16 inputs have a scale. Included only by product.cpp.
+// nothing where the sums of 16 inputs have a scale. AVX2 has a multiplier of its own (code_tiles.h). Included only by
+// product.cpp.
 #pragma once
 
 #include "product/vectors.h"
@@ -155,7 +156,8 @@ class CodeProducts {
   static IntVec table_of(IntVec codes) {
     alignas(16) static constexpr auto kBytes = [] {
       std::array<uint8_t, 16> bytes{};
-      for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int>(Format::kValues[i]) + Format::kOffset - kBias<Format>);
+      for (int i = 0; i < 16; ++i)
+        bytes[i] = static_cast<uint8_t>(static_cast<int>(Format::kValues[i]) + Format::kOffset - kBias<Format>);
       return bytes;
     }();
     const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
