@@ -1,6 +1,6 @@
 // Products of int8 tokens with coded weights by AVX2, which multiplies pairs of bytes: their products are summed in 16
-// bits as long as no sum can overflow, and widened only then. Sums over the inputs of a scale are integers, and they are
-// scaled in the order of codes.h: a token's results do not depend on the number of tokens, and have the bits of other
+// bits as long as no sum can overflow, and widened only then. Sums over the inputs of a scale are integers, and scaled
+// in the order of codes.h: a token's results do not depend on the number of tokens, and have the bits of other
 // instruction sets. Included only by product.cpp.
 #pragma once
 
