@@ -56,7 +56,7 @@ struct PanelPiece {
   float scales[kParts][kPanel], minima[kParts][kPanel];
 };
 
-// What all products with codes share: the packing of a piece of a token, and the expanding of pieces of panels.
+// The parts that all products with codes share: they pack a piece of a token, and expand pieces of panels.
 class CodeProducts {
  public:
   static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
