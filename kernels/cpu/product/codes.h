@@ -1,7 +1,8 @@
 // Products of int8 tokens with coded weights (coded.h). Sums over the inputs of a scale are integers, so they do not
 // depend on how they are made: with few tokens, vectors take the codes as they are stored; with many, vectors or matrix
 // units take them from scratch memory, where each panel is put once in the order of multiplication. Matrix units gain
-// nothing where the sums of 16 inputs have a scale. Included only by product.cpp.
+// nothing where the sums of 16 inputs have a scale. AVX2 has a multiplier of its own (code_tiles.h). Included only by
+// product.cpp.
 #pragma once
 
 #include "product/vectors.h"
@@ -24,7 +25,8 @@ struct Int8ByCoded {
 struct TokenPiece {
   int8_t values[kPanel];
   float sums[2];
-  std::byte unused[24];
+  int32_t excess;  // AVX2: kBias times the sum, which the sum of products lacks
+  std::byte unused[20];
 };
 static_assert(sizeof(TokenPiece) == 64);
 
@@ -54,10 +56,118 @@ struct PanelPiece {
   float scales[kParts][kPanel], minima[kParts][kPanel];
 };
 
-class CodeMultiplier {
+// The parts that all products with codes share: they pack a piece of a token, and expand pieces of panels.
+class CodeProducts {
  public:
   static constexpr int64_t kBytesAtOnce = 3 << 18;  // stay in the second cache
 
+ protected:
+  static constexpr int kVectorsOfHalf = 16 / kWidth;
+
+  static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
+
+  // Packs 32 values of a token, and their sums for each part.
+  template <int kParts>
+  static void pack_piece(const int8_t* x, int8_t* values, float* sums) {
+    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    int of_parts[2] = {};
+    for (int half = 0; half < 2; ++half) {
+      const __m128i of_half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x) + half);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(values) + half, _mm_shuffle_epi8(of_half, evens_first));
+      // Eight sums of two, four of four, then one.
+      __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), of_half), _mm_set1_epi16(1));
+      sum = _mm_hadd_epi32(sum, sum);
+      of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
+    }
+    for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
+  }
+
+  // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
+  static void fetch_ahead(const std::byte* from, int64_t bytes) {
+    constexpr int64_t kAhead = 1 << 13;
+    for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kOnceCache>(from + kAhead + line);
+  }
+
+  template <class Format, int kParts>
+  static void expand(const Pass& args, CodedBlocks<Format, true, 1>& blocks, PanelPiece<kParts>* to, int64_t count) {
+    for (PanelPiece<kParts>* const end = to + count; to < end; ++to) {
+      const std::byte* chunk = blocks.next();
+      if (args.addends != nullptr) args.addends->step();
+      for (int tile = 0; tile < 2; ++tile) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i, chunk += Format::kCodeBytes) {
+          IntVec codes[2][kVectorsOfHalf];
+          for (int at = 0; at < kVectorsOfHalf; ++at) {
+            IntVec halves[2];
+            load_bytes_of<Format>(chunk, at * kWidth, halves);
+            for (int half = 0; half < 2; ++half) codes[half][at] = halves[half];
+          }
+          // Columns one after the other, each with two words.
+          const IntVec* pairs = codes[0];
+          for (int column = tile * kTile; column < (tile + 1) * kTile; column += kWidth, pairs += 2) {
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i][column]), even_lanes(pairs[0], pairs[1]));
+            store(reinterpret_cast<int32_t*>(to->codes[2 * i + 1][column]), odd_lanes(pairs[0], pairs[1]));
+          }
+        }
+        for (int part = 0; part < kParts; ++part)
+          for (int column = 0; column < kTile; column += kWidth) {
+            const int chunk_of_part = part * 4 / kParts;
+            store(to->scales[part] + tile * kTile + column, load(blocks.scales(tile, chunk_of_part) + column));
+            store(to->minima[part] + tile * kTile + column, load(blocks.minima(tile, chunk_of_part) + column));
+          }
+      }
+    }
+  }
+
+  template <class Format>
+  static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;
+
+  // Codes of 4 bits that stand for other values than their own.
+  template <class Format>
+  static constexpr bool kHasTable = Format::kBits == 4 && (Format::kOffset == Iq4Xs::kOffset || Format::kIsFp4);
+
+  // The largest byte that is multiplied, and whether sums of two of its products fit 16 bits. Where it matters and they
+  // do not, all bytes are less by kBias, and signed.
+  template <class Format>
+  static constexpr int kLargest = !kHasTable<Format> ? (1 << Format::kBits) - 1 : Format::kIsFp4 ? 24 : 241;
+  template <class Format>
+  static constexpr bool kFitsPairs = kLargest<Format> <= 127;
+#if defined(__AVX512F__)
+  template <class Format>
+  static constexpr int kBias = 0;
+#else
+  template <class Format>
+  static constexpr int kBias = kFitsPairs<Format> ? 0 : 128;
+#endif
+
+  // Loads the multiplied bytes: codes as in `load_codes`, or their values.
+  template <class Format>
+  static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
+    load_codes<Format>(chunk, lane, codes);
+    for (IntVec& half : codes) {
+      if constexpr (kHasTable<Format>)
+        half = table_of<Format>(half);
+      else if constexpr (kBias<Format> != 0)
+        half = {half.v ^ static_cast<int32_t>(0x80808080u)};
+    }
+  }
+
+  template <class Format>
+  static IntVec table_of(IntVec codes) {
+    alignas(16) static constexpr auto kBytes = [] {
+      std::array<uint8_t, 16> bytes{};
+      for (int i = 0; i < 16; ++i)
+        bytes[i] = static_cast<uint8_t>(static_cast<int>(Format::kValues[i]) + Format::kOffset - kBias<Format>);
+      return bytes;
+    }();
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
+    return whole(look_up(in_all_lanes(table), bits_of(codes)));
+  }
+};
+
+#if defined(__AVX512F__)
+class CodeMultiplier : public CodeProducts {
+ public:
   template <class Kind>
   static int64_t scratch_bytes(const ProductArgs& args) {
     if (kByMatrixUnits<typename Kind::Format>) return 0;
@@ -118,11 +228,8 @@ class CodeMultiplier {
 
  private:
   // Tokens whose sums all fit into registers, with codes as stored and with expanded ones.
-  static constexpr int64_t kTokensAtOnce = kWidth == 16 ? 4 : 1, kExpandedTokens = kWidth == 16 ? 6 : 2;
+  static constexpr int64_t kTokensAtOnce = 4, kExpandedTokens = 6;
   static constexpr int64_t kFewTokens = 4;
-  static constexpr int kVectorsOfHalf = 16 / kWidth;
-
-  static int64_t pieces(const ProductArgs& args) { return args.in_features / kPanel; }
 
 #if defined(__AMX_BF16__)
   template <class Format>
@@ -131,22 +238,6 @@ class CodeMultiplier {
   template <class Format>
   static constexpr bool kByMatrixUnits = false;
 #endif
-
-  // Packs 32 values of a token, and their sums for each part.
-  template <int kParts>
-  static void pack_piece(const int8_t* x, int8_t* values, float* sums) {
-    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    int of_parts[2] = {};
-    for (int half = 0; half < 2; ++half) {
-      const __m128i of_half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x) + half);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(values) + half, _mm_shuffle_epi8(of_half, evens_first));
-      // Eight sums of two, four of four, then one.
-      __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), of_half), _mm_set1_epi16(1));
-      sum = _mm_hadd_epi32(sum, sum);
-      of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
-    }
-    for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
-  }
 
   template <class AnyByte>
   static AnyByte* tile_piece(const ProductArgs& args, const TokenTiles& tiles, AnyByte* packed, int64_t tile,
@@ -165,12 +256,6 @@ class CodeMultiplier {
       pack_piece<1>(x_of<Kind>(args, first + line) + piece * kPanel, values + line * kPanel, sums + line);
     std::memset(values + count * kPanel, 0, (tiles.lines - count) * kPanel);
     std::memset(sums + count, 0, (tiles.lines - count) * sizeof(float));
-  }
-
-  // A few lines at a time, between the products: a processor stalls when its queue of requests is full.
-  static void fetch_ahead(const std::byte* from, int64_t bytes) {
-    constexpr int64_t kAhead = 1 << 13;
-    for (int64_t line = 0; line < bytes; line += kCacheLine) prefetch<kOnceCache>(from + kAhead + line);
   }
 
   template <class Format, int kTokens>
@@ -249,37 +334,6 @@ class CodeMultiplier {
         multiply_pieces<kParts, kAddsMinima<Format>, kSmall<Format>, kTokens>(
             args, panel, first, tokens + first * pieces(args), expanded, {{next, share}});
       });
-    }
-  }
-
-  template <class Format, int kParts>
-  static void expand(const Pass& args, CodedBlocks<Format, true, 1>& blocks, PanelPiece<kParts>* to, int64_t count) {
-    for (PanelPiece<kParts>* const end = to + count; to < end; ++to) {
-      const std::byte* chunk = blocks.next();
-      if (args.addends != nullptr) args.addends->step();
-      for (int tile = 0; tile < 2; ++tile) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i, chunk += Format::kCodeBytes) {
-          IntVec codes[2][kVectorsOfHalf];
-          for (int at = 0; at < kVectorsOfHalf; ++at) {
-            IntVec halves[2];
-            load_bytes_of<Format>(chunk, at * kWidth, halves);
-            for (int half = 0; half < 2; ++half) codes[half][at] = halves[half];
-          }
-          // Columns one after the other, each with two words.
-          const IntVec* pairs = codes[0];
-          for (int column = tile * kTile; column < (tile + 1) * kTile; column += kWidth, pairs += 2) {
-            store(reinterpret_cast<int32_t*>(to->codes[2 * i][column]), even_lanes(pairs[0], pairs[1]));
-            store(reinterpret_cast<int32_t*>(to->codes[2 * i + 1][column]), odd_lanes(pairs[0], pairs[1]));
-          }
-        }
-        for (int part = 0; part < kParts; ++part)
-          for (int column = 0; column < kTile; column += kWidth) {
-            const int chunk_of_part = part * 4 / kParts;
-            store(to->scales[part] + tile * kTile + column, load(blocks.scales(tile, chunk_of_part) + column));
-            store(to->minima[part] + tile * kTile + column, load(blocks.minima(tile, chunk_of_part) + column));
-          }
-      }
     }
   }
 
@@ -407,41 +461,16 @@ class CodeMultiplier {
   }
 #endif
 
-  template <class Format>
-  static constexpr bool kAddsMinima = Format::kMinima || Format::kZeros || Format::kOffset != 0;
-
-  // Codes of 4 bits that stand for other values than their own.
-  template <class Format>
-  static constexpr bool kHasTable = Format::kBits == 4 && (Format::kOffset == Iq4Xs::kOffset || Format::kIsFp4);
-
   // No byte that is multiplied is above 127. Products of VNNI are the same for all.
 #if defined(__AVX512VNNI__)
   template <class Format>
   static constexpr bool kSmall = false;
 #else
   template <class Format>
-  static constexpr bool kSmall = Format::kBits < 8 && !kHasTable<Format>;
+  static constexpr bool kSmall = kFitsPairs<Format>;
 #endif
-
-  // Loads the multiplied bytes: codes as in `load_codes`, or their values.
-  template <class Format>
-  static void load_bytes_of(const std::byte* chunk, int64_t lane, IntVec (&codes)[2]) {
-    load_codes<Format>(chunk, lane, codes);
-    if constexpr (kHasTable<Format>)
-      for (IntVec& half : codes) half = table_of<Format>(half);
-  }
-
-  template <class Format>
-  static IntVec table_of(IntVec codes) {
-    alignas(16) static constexpr auto kBytes = [] {
-      std::array<uint8_t, 16> bytes{};
-      for (int i = 0; i < 16; ++i) bytes[i] = static_cast<uint8_t>(Format::kValues[i] + Format::kOffset);
-      return bytes;
-    }();
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
-    return whole(look_up(in_all_lanes(table), bits_of(codes)));
-  }
 };
+#endif
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

@@ -228,6 +228,9 @@ void for_passes(const ProductArgs& args, int64_t begin, int64_t end, Function fu
 
 #include "product/codes.h"
 #include "product/vectors.h"
+#if !defined(__AVX512F__)
+#include "product/code_tiles.h"
+#endif
 #if defined(__AMX_BF16__)
 #include "product/amx.h"
 #endif
@@ -246,7 +249,11 @@ struct MultiplierOf {
 };
 template <class Format>
 struct MultiplierOf<Int8ByCoded<Format>> {
+#if defined(__AVX512F__)
   using Type = CodeMultiplier;
+#else
+  using Type = CodeTiles;
+#endif
 };
 template <class Kind>
 using Multiplier = typename MultiplierOf<Kind>::Type;

@@ -102,10 +102,8 @@ inline IntVec every_other_lane(IntVec a, IntVec b) {
 }
 inline IntVec even_lanes(IntVec a, IntVec b) { return every_other_lane<0>(a, b); }
 inline IntVec odd_lanes(IntVec a, IntVec b) { return every_other_lane<1>(a, b); }
-// Lanes 2 i and 2 i + 1 have the sum of both.
-inline IntVec sums_of_pairs(IntVec x) {
-  return whole(_mm256_add_epi32(bits_of(x), _mm256_shuffle_epi32(bits_of(x), 0xb1)));
-}
+// Sums of lanes 2 i and 2 i + 1, of `a`, then of `b`.
+inline IntVec sums_of_columns(IntVec a, IntVec b) { return {even_lanes(a, b).v + odd_lanes(a, b).v}; }
 
 // 16 floats, by the lower 4 bits of each place.
 struct FloatTable {
@@ -137,19 +135,39 @@ inline IntVec add_int8_products(IntVec sum, IntVec a, IntVec b) {
   return whole(_mm256_add_epi32(bits_of(sum), _mm256_add_epi32(even, odd)));
 }
 
-// Adds the products of the four unsigned bytes of each word of `codes` with signed ones. kSmall: no code is above 127,
-// so that sums of two products fit 16 bits.
-template <bool kSmall>
-inline IntVec add_code_products(IntVec sum, IntVec codes, IntVec x) {
-  if constexpr (kSmall) {
-    const __m256i pairs = _mm256_maddubs_epi16(bits_of(codes), bits_of(x));
-    return whole(_mm256_add_epi32(bits_of(sum), _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))));
+// Sums of products of the four bytes of words of codes with int8 values, except -128. Codes are unsigned, and kAtOnce
+// words' products of pairs fit 16 bits; where kAtOnce is 0, codes are signed. The empty instructions fix the order of
+// sums: the compiler chooses one for which it stores all products first.
+template <int kAtOnce>
+class CodeSums {
+ public:
+  // Adds the i-th products; i is a constant after unrolling.
+  void add(int i, IntVec codes, IntVec x) {
+    if constexpr (kAtOnce == 0)
+      return widen(_mm256_maddubs_epi16(_mm256_abs_epi8(bits_of(codes)), _mm256_sign_epi8(bits_of(x), bits_of(codes))));
+    const __m256i products = _mm256_maddubs_epi16(bits_of(codes), bits_of(x));
+    pairs_ = i % kMost == 0 ? products : _mm256_add_epi16(pairs_, products);
+    asm("" : "+x"(pairs_));
+    if (i % kMost == kMost - 1) widen(pairs_);
   }
-  const __m256i even = _mm256_and_si256(bits_of(codes), _mm256_set1_epi16(0xff)),
-                odd = _mm256_srli_epi16(bits_of(codes), 8);
-  const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(even, even_int8(x)), _mm256_madd_epi16(odd, odd_int8(x)));
-  return whole(_mm256_add_epi32(bits_of(sum), products));
-}
+
+  // After kCount products.
+  template <int kCount>
+  IntVec whole() {
+    if constexpr (kCount % kMost != 0) widen(pairs_);
+    return quire::QUIRE_ISA::whole(sums_);
+  }
+
+ private:
+  static constexpr int kMost = kAtOnce > 0 ? kAtOnce : 1;
+
+  void widen(__m256i pairs) {
+    sums_ = _mm256_add_epi32(sums_, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    asm("" : "+x"(sums_));
+  }
+
+  __m256i pairs_, sums_ = _mm256_setzero_si256();
+};
 
 inline __m128i narrow_bf16(Vec x) {
   const __m256i bits = _mm256_castps_si256(x.v);

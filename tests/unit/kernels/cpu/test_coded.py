@@ -106,11 +106,19 @@ def test_tokens_of_int8_are_multiplied_with_the_numbers_of_the_file(
     assert torch.equal(torch.cat(alone), actual)
 
 
-@pytest.mark.parametrize(("coding", "codes"), [(Coding.Q4_K, slice(16, 144)), (Coding.Q6_K, slice(192))])
-def test_the_largest_codes_times_the_largest_tokens(isa: str, coding: Coding, codes: slice) -> None:
-    """With sums of two products in 16 bits."""
+@pytest.mark.parametrize(
+    ("coding", "codes", "byte"),
+    [
+        (Coding.Q4_K, slice(16, 144), 255),
+        (Coding.Q5_K, slice(16, 176), 255),
+        (Coding.Q6_K, slice(192), 255),
+        (Coding.Q8_0, slice(2, 34), 128),
+    ],
+)
+def test_the_largest_codes_times_the_largest_tokens(isa: str, coding: Coding, codes: slice, byte: int) -> None:
+    """With sums of products in 16 bits."""
     kernels, weight = make_kernels(isa), make_coded(coding, 40, 1)
-    weight.rows[:, codes] = 255
+    weight.rows[:, codes] = byte
     x = torch.full((9, weight.in_features), -127.0).bfloat16()
     packed = kernels.pack_coded(weight, False, Quantization.INT8_DYNAMIC)
     actual = kernels.product(x, packed, None, "identity", torch.float32)
