@@ -1,12 +1,21 @@
 """Defaults, seeds and bad words: from validated options to the submitted request."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, normalizers
 
 from gateway.request.generation_config import NO_DEFAULTS, ModelDefaults
-from gateway.request.parameters import bad_token_sequences, check_choice, drawn_seed, resolve
+from gateway.request.parameters import (
+    CallParameters,
+    LastParameters,
+    bad_token_sequences,
+    check_choice,
+    drawn_seed,
+    resolve,
+)
 from quire.common.v1.common_pb2 import EARLY_STOPPING_FALSE, BeamSearchParameters, RowSampling, SamplingParameters
 from quire.rpc.errors import InvalidArgument
 from tests.support.parameters import make_options
@@ -38,6 +47,23 @@ def test_asked_wins_over_the_model_and_the_model_over_the_contract():
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0, 20, 1, 0)
     assert sampling.repetition_penalty == 1
     assert drawn_seed(options.sampling) == 0
+
+
+async def test_calls_share_the_parameters_of_the_last_request_if_they_ask_for_the_same():
+    chat = SimpleNamespace(reasoning_format=None)
+    model: Any = SimpleNamespace(tokenizer=wrapped(byte_level()), chat=chat, defaults=NO_DEFAULTS, eos_token_ids=(2,))
+    limits: Any = SimpleNamespace(vocab_size=2048, max_model_len=64)
+    last = LastParameters()
+
+    async def completed(limits=limits, **sampling):
+        return await CallParameters(last).complete(make_options(sampling=sampling), model, limits, "t")
+
+    first = await completed(temperature=0.5)
+    assert await completed(temperature=0.5) is first
+    other = await completed(temperature=0.7)
+    assert (first.sampling.temperature, other.sampling.temperature) == (0.5, pytest.approx(0.7))
+    assert await completed(temperature=0.7) is other
+    assert await completed(SimpleNamespace(vocab_size=64, max_model_len=64), temperature=0.7) is not other
 
 
 def test_the_models_defaults_of_drawing_do_not_apply_and_its_penalty_does():
