@@ -138,6 +138,7 @@ def _next_to_chats(arguments: argparse.Namespace, model: Path) -> None:
                     found[f"chats {name}, {place}", "ms"].append(1e3 * getattr(report.itl, place))
                 if running is not None:
                     found[f"embeddings {name}", "texts/s"].append(running.result().texts_per_s)
+                print(*(f"{each}: {values[-1]:.1f} {unit}" for (each, unit), values in found.items()), flush=True)
     series = {name: Series(name, unit, tuple(values)) for (name, unit), values in found.items()}
     alone = {"chats": series["chats alone, p99"], "embeddings": series["embeddings alone"]}
     pairs = {name: alone[name.split()[0]] for name in series if "next" in name and "p50" not in name}
@@ -217,6 +218,9 @@ def _write_model(path: Path, shape: str) -> None:
     )
     wrapped.add_special_tokens(special)
     wrapped.save_pretrained(path)
+    # Peers with transformers 4 do not know the name that transformers 5 writes.
+    settings = path / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
     listed = [
         {"idx": number, "name": name, "path": folder, "type": f"sentence_transformers.models.{kind}"}

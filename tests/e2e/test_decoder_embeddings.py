@@ -124,7 +124,7 @@ async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None
     path = make_decoder(tmp_path / "tiny", task="Model", modules=modules)
     model, names = transformers.AutoModel.from_pretrained(path), ["tiny", "first", "second"]
     adapters = [make_adapter(tmp_path / names[place], model, rank=3 + place, seed=place) for place in (1, 2)]
-    texts = [f"{number} {LONG[: 700 + 50 * number]}" for number in range(10)]
+    texts = [f"{number} {LONG[: 1500 + 30 * number]}" for number in range(10)]
     truth: list[np.ndarray] = []
     for directory in (None, *adapters):
         merged = SentenceTransformer(str(path), device="cpu")
@@ -134,7 +134,7 @@ async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None
     flags: dict[str, Any] = {
         "adapters": tuple(f"{name}={tmp_path / name}" for name in names[1:]),
         "policy": "priority",
-        "num_gpu_blocks": 80,
+        "num_gpu_blocks": 64,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
         "scheduler_metrics_port": free_port(),

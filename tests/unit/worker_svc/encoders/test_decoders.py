@@ -22,6 +22,7 @@ from quire.runtime.settings import ConfigurationError
 from tests.support.decoder_models import CONFIGS, PAIR_TEMPLATE, make_decoder
 from tests.support.embedding_models import make_embedding_model
 from tests.support.gguf_files import write_gguf
+from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import WholeEngine, make_request
 
 Modules = Sequence[tuple[str, Mapping[str, Any]]]
@@ -136,8 +137,9 @@ def test_a_text_whose_vector_is_not_finite_fails_and_changes_no_other(name: str,
     np.testing.assert_array_equal(run(engine, prompts, is_warm=True), expected)
 
 
-def test_rounded_vectors_are_as_close_as_those_of_transformers(tmp_path: Path) -> None:
-    path = make_decoder(tmp_path, modules=LAST)
+@parametrize_once("family", [*CONFIGS])
+def test_rounded_vectors_are_as_close_as_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = make_decoder(tmp_path, family, modules=LAST)
     expected = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS))
     rounded = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": torch.bfloat16}).encode(list(TEXTS))
     least = min(0.9999, cosines(rounded.astype(np.float32), expected).min() - 1e-4)
