@@ -134,7 +134,7 @@ async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None
     flags: dict[str, Any] = {
         "adapters": tuple(f"{name}={tmp_path / name}" for name in names[1:]),
         "policy": "priority",
-        "num_gpu_blocks": 64,
+        "num_gpu_blocks": 44,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
         "scheduler_metrics_port": free_port(),
