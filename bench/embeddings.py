@@ -4,8 +4,8 @@ Starts `quire serve` with a shape of random weights, written to `--files`. Serve
 this model and have the same API; each load goes to all servers in turn, round by round, with new texts. The floor
 is the time that the products take at the processor's peak (`bench.peak`) on all processors.
 
-With `--chat`, one server has a chat model, too. The gaps between tokens of streams are measured alone, while a fifth of
-the embeddings that it gives by itself are asked for, and while 32 calls of embeddings always wait.
+With `--chat`, one server has a chat model, too. The gaps between tokens of streams are measured by themselves, next to a
+fifth of the embeddings that the server gives by itself, and next to 32 calls that always wait.
 """
 
 import argparse
@@ -124,8 +124,8 @@ def _next_to_chats(arguments: argparse.Namespace, model: Path) -> None:
     with served(command, port, arguments.files / "quire.log"), ThreadPoolExecutor(1) as threads:
         for index in range(arguments.rounds):
             by_itself = _run(url, all_of_them, lambda elapsed: elapsed >= arguments.seconds, seed=index).texts_per_s
-            found["embeddings alone", "texts/s"].append(by_itself)
-            for name, rate in (("alone", 0.0), ("next to a fifth", by_itself / 5), ("next to all", math.inf)):
+            found["embeddings by themselves", "texts/s"].append(by_itself)
+            for name, rate in (("by themselves", 0.0), ("next to a fifth", by_itself / 5), ("next to all", math.inf)):
                 is_over, running = threading.Event(), None
                 if rate:
                     load = replace(all_of_them, rate=rate)
@@ -140,8 +140,8 @@ def _next_to_chats(arguments: argparse.Namespace, model: Path) -> None:
                     found[f"embeddings {name}", "texts/s"].append(running.result().texts_per_s)
                 print(*(f"{each}: {values[-1]:.1f} {unit}" for (each, unit), values in found.items()), flush=True)
     series = {name: Series(name, unit, tuple(values)) for (name, unit), values in found.items()}
-    alone = {"chats": series["chats alone, p99"], "embeddings": series["embeddings alone"]}
-    pairs = {name: alone[name.split()[0]] for name in series if "next" in name and "p50" not in name}
+    base = {"chats": series["chats by themselves, p99"], "embeddings": series["embeddings by themselves"]}
+    pairs = {name: base[name.split()[0]] for name in series if "next" in name and "p50" not in name}
     ratios = {name: median_ratio(series[name], other) for name, other in pairs.items()}
     print(*series.values(), ratios, sep="\n")
     write_results(arguments.out, f"chats of {arguments.chat} next to embeddings", [*series.values()], ratio_to=ratios)
