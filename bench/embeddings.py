@@ -4,8 +4,8 @@ Starts `quire serve` with a shape of random weights, written to `--files`. Serve
 this model and have the same API; each load goes to all servers in turn, round by round, with new texts. The floor
 is the time that the products take at the processor's peak (`bench.peak`) on all processors.
 
-With `--chat`, one server has a chat model, too. The gaps between tokens of streams are measured by themselves, next to a
-fifth of the embeddings that the server gives by itself, and next to 32 calls that always wait.
+With `--chat`, one server has a chat model, too. The gaps between tokens of streams are measured by themselves, next to
+a fifth of the embeddings that the server gives by itself, and next to 32 calls that always wait.
 """
 
 import argparse
