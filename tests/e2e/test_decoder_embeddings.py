@@ -118,13 +118,13 @@ async def test_ranks_share_a_model_that_a_flag_makes_one_of_embeddings(pooling: 
 
 
 @pytest.mark.extended
-async def test_adapters_give_the_vectors_of_merged_weights_in_a_full_pool(tmp_path: Path) -> None:
-    """The pool holds few of the texts; calls of a higher priority come between their chunks."""
+async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None:
+    """The pool holds two long texts; calls of a higher priority displace them while they are computed in chunks."""
     modules = (("Pooling", {"pooling_mode": "mean"}), ("Normalize", {}))
     path = make_decoder(tmp_path / "tiny", task="Model", modules=modules)
     model, names = transformers.AutoModel.from_pretrained(path), ["tiny", "first", "second"]
     adapters = [make_adapter(tmp_path / names[place], model, rank=3 + place, seed=place) for place in (1, 2)]
-    texts = [f"{number} {LONG[: 700 + 50 * number]}" for number in range(10)]
+    texts = [f"{number} {LONG[: 1500 + 30 * number]}" for number in range(10)]
     truth: list[np.ndarray] = []
     for directory in (None, *adapters):
         merged = SentenceTransformer(str(path), device="cpu")
@@ -134,9 +134,10 @@ async def test_adapters_give_the_vectors_of_merged_weights_in_a_full_pool(tmp_pa
     flags: dict[str, Any] = {
         "adapters": tuple(f"{name}={tmp_path / name}" for name in names[1:]),
         "policy": "priority",
-        "num_gpu_blocks": 80,
+        "num_gpu_blocks": 44,
         "max_num_batched_tokens": 64,
         "max_num_seqs": 8,
+        "scheduler_metrics_port": free_port(),
     }
     async with serving(model=str(path), dtype="float32", **flags) as served, client_of(served) as client:
         alone = [np.concatenate([await ask(client, [text], model=name) for text in texts]) for name in names]
@@ -149,6 +150,7 @@ async def test_adapters_give_the_vectors_of_merged_weights_in_a_full_pool(tmp_pa
             found = await ask(client, texts[round_ % 10 :][:2], model=names[name], priority=-50)
             np.testing.assert_array_equal(found, alone[name][round_ % 10 :][:2])
         np.testing.assert_array_equal(await asyncio.gather(*low), alone)
+        assert await read_metric(flags["scheduler_metrics_port"], "quire_scheduler_preemptions_total") > 0
 
 
 async def test_documents_are_ranked_with_the_template(tmp_path: Path) -> None:
