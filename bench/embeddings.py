@@ -178,6 +178,8 @@ def _run(url: str, load: Load, is_over: Callable[[float], bool], seed: int) -> R
             if now >= start:
                 first = first if latencies else now
                 latencies.append(time.perf_counter() - now)
+        # A caller with a rate also waits between its calls.
+        first = first if load.rate == math.inf else start
         return load.batch * len(latencies), time.perf_counter() - first, latencies
 
     with ThreadPoolExecutor(load.callers) as threads:
