@@ -1,7 +1,7 @@
 """sentence-transformers behind the part of OpenAI's API that `python -m bench embeddings` calls.
 
-Called as `python sentence_transformers_server.py MODEL PORT DTYPE`. Calls that wait are computed together. Prints one
-line when it is ready.
+Called as `python sentence_transformers_server.py MODEL PORT DTYPE`, where the dtype `openvino` runs the model by
+OpenVINO instead of torch. Calls that wait are computed together. Prints one line when it is ready.
 """
 
 import base64
@@ -52,7 +52,11 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    kwargs = {"dtype": getattr(torch, sys.argv[3])}
-    threading.Thread(target=run, args=(SentenceTransformer(sys.argv[1], model_kwargs=kwargs),), daemon=True).start()
+    _, path, port, dtype = sys.argv
+    if dtype == "openvino":
+        model = SentenceTransformer(path, backend="openvino", device="cpu")
+    else:
+        model = SentenceTransformer(path, device="cpu", model_kwargs={"dtype": getattr(torch, dtype)})
+    threading.Thread(target=run, args=(model,), daemon=True).start()
     print("ready", flush=True)
-    Server(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
+    Server(("127.0.0.1", int(port)), Handler).serve_forever()

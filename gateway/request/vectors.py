@@ -4,7 +4,7 @@ Each text, and each pair, is a request of its own with one token of output, whic
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -28,6 +28,7 @@ Names = Callable[[int], Callable[[str], str]]
 
 _ONE_TOKEN = StoppingParameters(max_tokens=1, ignore_eos=True)
 _GREEDY = SamplingParameters(temperature=0.0, seed=0)
+_NO_VECTOR = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +67,19 @@ class VectorCall:
 @dataclass(frozen=True, slots=True)
 class Vectors:
     """The results of a call, in the order of its texts: vectors of float32, and the numbers of tokens; and the name of
-    the model."""
+    the model. A text whose vector is not finite has an empty vector, and no tokens."""
 
     model: str
     vectors: list[NDArray[np.float32]]
     num_tokens: list[int]
 
     @classmethod
-    def of(cls, model: str, results: Sequence[Result], dimensions: int | None = None) -> Self:
+    def of(cls, model: str, results: Sequence[Result | None], dimensions: int | None = None) -> Self:
         """Raises Unavailable if the scheduler of a request was lost between the token and the vector."""
         return cls(
             model,
-            [_vector_of(sequences[0].finished, dimensions) for sequences, _ in results],
-            [usage.prompt_tokens for _, usage in results],
+            [_vector_of(each[0][0].finished, dimensions) if each else _NO_VECTOR for each in results],
+            [each[1].prompt_tokens if each else 0 for each in results],
         )
 
     @property
@@ -172,33 +173,42 @@ async def requests_for_pairs(
     return requests
 
 
+async def partial_results(live: Sequence[LiveRequest]) -> list[Result | None]:
+    """Waits for the results of the requests of a call; None if a vector is not finite.
+
+    Raises:
+        QuireError: a request failed in another way; the others are not waited for.
+    """
+
+    async def result(each: LiveRequest) -> Result | None:
+        try:
+            return await each.result()
+        except Internal as error:
+            if error.reason != "NON_FINITE_LOGITS":
+                raise
+            return None
+
+    tasks = [asyncio.create_task(result(each)) for each in live]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
 async def vector_results(live: Sequence[LiveRequest], field: Callable[[int], str]) -> list[Result]:
     """Waits for the results of the requests of a call. `field` names the text of a request.
 
     Raises:
         Internal: vectors are not finite (NON_FINITE_VECTOR); the error names their texts, so that a caller can send
             the other ones again.
-        QuireError: a request failed in another way; the others are not waited for.
+        QuireError: as `partial_results`.
     """
-
-    async def result(each: LiveRequest) -> Result | Internal:
-        try:
-            return await each.result()
-        except Internal as error:
-            if error.reason != "NON_FINITE_LOGITS":
-                raise
-            return error
-
-    tasks = [asyncio.create_task(result(each)) for each in live]
-    try:
-        found = await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-    results = [each for each in found if not isinstance(each, Internal)]
+    found = await partial_results(live)
+    results = [each for each in found if each is not None]
     if len(results) == len(found):
         return results
-    failed = [field(place) for place, each in enumerate(found) if isinstance(each, Internal)]
+    failed = [field(place) for place, each in enumerate(found) if each is None]
     raise Internal(
         f"the vector of {', '.join(failed[:8])}, or its score, holds NaN or infinity ({len(failed):,} of "
         f"{len(found):,} texts); send the others without them",
@@ -216,16 +226,32 @@ async def run_vectors(
         QuireError: the error of one request, with the caller's `names` of fields.
     """
 
-    def refusal(position: int, error: QuireError) -> QuireError:
-        return renamed(error, names(position))
-
     def field(position: int) -> str:
         return names(position)("text" if isinstance(requests[position].prompt, TextPrompt) else "token_ids")
 
+    return await _run(generator, requests, names, call, lambda live: vector_results(live, field))
+
+
+async def run_partial_vectors(
+    generator: Generator, requests: Sequence[RequestOptions], names: Names, call: VectorCall
+) -> Vectors:
+    """As `run_vectors`, but a text whose vector is not finite fails by itself: its vector is empty."""
+    return await _run(generator, requests, names, call, partial_results)
+
+
+async def _run(
+    generator: Generator,
+    requests: Sequence[RequestOptions],
+    names: Names,
+    call: VectorCall,
+    results: Callable[[Sequence[LiveRequest]], Awaitable[Sequence[Result | None]]],
+) -> Vectors:
+    def refusal(position: int, error: QuireError) -> QuireError:
+        return renamed(error, names(position))
+
     with generator.call_memory(AS_MESSAGE) as memory:
         async with running(generator, requests, refusal, memory) as live:
-            results = await vector_results(live, field)
-            return Vectors.of(call.model or generator.model.name, results, call.dimensions)
+            return Vectors.of(call.model or generator.model.name, await results(live), call.dimensions)
 
 
 def new_call_id(kind: str) -> str:

