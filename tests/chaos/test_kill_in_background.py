@@ -62,7 +62,7 @@ async def _begin(client: AsyncOpenAI, index: int) -> Reader:
         input=f"Tell me story {index}.",
         background=True,
         temperature=float(index % 2),
-        max_output_tokens=150,
+        max_output_tokens=100,
         extra_body={"seed": index, "ignore_eos": True},
     )
     return Reader(client, begun.id)

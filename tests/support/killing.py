@@ -13,7 +13,7 @@ from tests.support.processes import until_true
 from tests.support.scheduler_process import until
 from tests.support.serving import Served
 
-MAX_TOKENS = 120
+MAX_TOKENS = 90
 _MAX_ATTEMPTS = 10
 _numbers = itertools.count()
 

@@ -23,7 +23,7 @@ from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
 from tests.support.cpu_kernels import torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
-from tests.support.tiers import parametrize_in_turn, parametrize_once
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.loaded_adapters import AdapterSlots
 from worker_svc.models.base import CausalLM
 from worker_svc.models.registry import load_model
@@ -95,8 +95,7 @@ def assert_alone_as_together(model: CausalLM, adapter_slots: Sequence[int] = (1,
             start = end
 
 
-@parametrize_once("torchs", [False, True], ids=["own kernels", "torch"])
-@pytest.mark.parametrize("family", FAMILIES)
+@parametrize_in_turn("family, torchs", FAMILIES, [(False,), (True,)])
 def test_rows_of_one_batch_are_as_if_each_adapter_were_merged(
     family: str, torchs: bool, make: Callable[[str], Made]
 ) -> None:

@@ -28,7 +28,7 @@ from tests.support.package_files import (
 )
 from tests.support.paged import PagedRunner, Span, codings_in_use
 from tests.support.quantized_files import Quantize, Tensors, awq, gptq, quantize_model
-from tests.support.tiers import parametrize_in_turn, parametrize_once
+from tests.support.tiers import parametrize_in_turn
 from worker_svc import pool_setup, startup
 from worker_svc.models.registry import load_model
 from worker_svc.quantized_weights import read_quantized_weights
@@ -128,8 +128,7 @@ def test_a_model_computes_what_the_model_of_these_numbers_does(tmp_path: Path, n
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@parametrize_once("num_ranks", [2, 1])
-@pytest.mark.parametrize("name", FORMATS)
+@parametrize_in_turn("name, num_ranks", FORMATS, [(2,), (1,)])
 def test_codes_of_whole_numbers_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from tests.support.parity import assert_serves_like
 from tests.support.quantized_files import Quantize, Tensors, awq, compressed, fp8, gptq, quantize_model
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.layers.linear import Linear
 from worker_svc.models.registry import load_model
 from worker_svc.quantized_weights import with_quantized_weights
@@ -126,8 +126,7 @@ def test_of_several_groups_a_module_is_in_the_one_that_names_it_as_compressed_te
         assert torch.equal(checkpoint.read(TensorSpec(weight, tuple(numbers.shape))).bfloat16(), numbers.bfloat16())
 
 
-@parametrize_once("num_ranks", [2, 1])
-@pytest.mark.parametrize("name", FORMATS)
+@parametrize_in_turn("name, num_ranks", FORMATS, [(2,), (1,)])
 def test_weights_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

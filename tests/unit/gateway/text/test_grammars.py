@@ -26,7 +26,7 @@ from quire.common.v1.common_pb2 import Constraint
 from quire.constraints.json_schema import ConstraintError
 from quire.constraints.matcher import Template, Vocabulary
 from tests.support.constraints import accepts_tokens, make_vocabulary, spelled, vocabulary, write
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import is_third_tier, parametrize_in_turn, parametrize_once
 from tests.support.tokenizers import byte_level
 
 WEATHER = {
@@ -83,9 +83,8 @@ def with_marks() -> Vocabulary:
     return make_vocabulary(tokenizer)
 
 
-each_vocabulary = parametrize_once(
-    "held", [vocabulary("byte level"), with_marks()], ids=["marks are text", "marks are tokens"]
-)
+VOCABULARIES = [vocabulary("byte level"), with_marks()]
+each_vocabulary = parametrize_once("held", VOCABULARIES, ids=["marks are text", "marks are tokens"])
 
 
 def written(constraint: Constraint | None, held: Vocabulary, seed: int, begin: str = "") -> tuple[str, bool]:
@@ -115,11 +114,11 @@ def assert_fitting(calls):
         jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
 
 
-@each_vocabulary
-@pytest.mark.parametrize(("name", "shape"), FORMATS)
-def test_forced_calls_are_read_and_fit(name, shape, held):
+@parametrize_in_turn("form, held", FORMATS, [(each,) for each in VOCABULARIES])
+def test_forced_calls_are_read_and_fit(form, held):
+    name, shape = form
     num_complete = 0
-    for seed in range(6):
+    for seed in range(6 if is_third_tier() else 4):
         is_single = bool(seed % 2)
         model = ModelText(shape, held.special_tokens)
         constraint = constrained_calls(name, CALLS, model, is_forced=True, is_single=is_single)

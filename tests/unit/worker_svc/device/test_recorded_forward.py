@@ -16,7 +16,7 @@ from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import NATIVE, VOCAB_SIZE, make_model
 from tests.support.paged import PagedRunner, Span
-from tests.support.tiers import parametrize_once
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.device.replay import RecordedForward, make_decodes, make_forward, room_for
 from worker_svc.loaded_adapters import AdapterSlots
@@ -78,8 +78,10 @@ def record(runner: PagedRunner) -> RecordedForward:
     return RecordedForward(runner.model, room)
 
 
-def assert_same_when_recorded(model: CausalLM, *, with_int8_pool: bool = False) -> None:
-    for threads in (1, 2):
+def assert_same_when_recorded(
+    model: CausalLM, *, with_int8_pool: bool = False, nums_threads: tuple[int, ...] = (1, 2)
+) -> None:
+    for threads in nums_threads:
         plain, recorded = make_runner(model), make_runner(model)
         if with_int8_pool:
             for runner in (plain, recorded):
@@ -144,27 +146,31 @@ SHAPES_OF_OTHERS = ("llama-gqa-untied-32", "gpt2-untied-64", "gpt2-80", "opt-pre
 
 
 @needs_library
-@parametrize_once("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("family", [*RECORDED, *SHAPES_OF_OTHERS, "opt-post-norm-projected-64"])
-def test_hidden_states_are_those_of_the_model(family: str, dtype: torch.dtype, directories: Directories) -> None:
-    assert_same_when_recorded(load(directories(family), dtype))
+@parametrize_in_turn(
+    "family, dtype, threads",
+    [*RECORDED, *SHAPES_OF_OTHERS, "opt-post-norm-projected-64"],
+    [(dtype, threads) for threads in (1, 2) for dtype in (torch.bfloat16, torch.float32)],
+)
+def test_hidden_states_are_those_of_the_model(
+    family: str, dtype: torch.dtype, threads: int, directories: Directories
+) -> None:
+    assert_same_when_recorded(load(directories(family), dtype), nums_threads=(threads,))
 
 
 @needs_library
-@pytest.mark.parametrize("family", RECORDED)
-def test_logits_of_decodes_are_those_of_the_model(family: str, directories: Directories) -> None:
+@parametrize_in_turn("family, threads", RECORDED, [(2,), (1,)])
+def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, directories: Directories) -> None:
     model = load(directories(family))
-    for threads in (1, 2):
-        plain, recorded = make_runner(model), make_runner(model)
-        decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
-        assert decodes is not None
-        with torch_threads(threads):
-            for spans in STEPS:
-                expected = plain.step(*spans)
-                if all(span.end - span.start == 1 for span in spans):
-                    assert torch.equal(decodes(recorded.inputs(*spans)), expected)
-                else:
-                    recorded.step(*spans)
+    plain, recorded = make_runner(model), make_runner(model)
+    decodes = make_decodes(model, pool_of(recorded), 2 * MAX_MODEL_LEN, LIMITS)
+    assert decodes is not None
+    with torch_threads(threads):
+        for spans in STEPS:
+            expected = plain.step(*spans)
+            if all(span.end - span.start == 1 for span in spans):
+                assert torch.equal(decodes(recorded.inputs(*spans)), expected)
+            else:
+                recorded.step(*spans)
 
 
 @pytest.mark.parametrize("shape", ["llama-gqa-untied-32", "opt-post-norm-projected-64"])
@@ -184,9 +190,9 @@ def test_a_model_of_other_operations_runs_as_it_is(
 
 
 @needs_library
-@pytest.mark.parametrize("family", RECORDED_IN_FLOAT32)
-def test_the_choice_of_experts_is_recorded(family: str, directories: Directories) -> None:
-    assert_same_when_recorded(load(directories(family), torch.float32))
+@parametrize_in_turn("family, threads", RECORDED_IN_FLOAT32, [(1,), (2,)])
+def test_the_choice_of_experts_is_recorded(family: str, threads: int, directories: Directories) -> None:
+    assert_same_when_recorded(load(directories(family), torch.float32), nums_threads=(threads,))
 
 
 @needs_library

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support.models import make_model
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_changes, make_step
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.layer_cut import LayerCut, cut_layers
 from worker_svc.device.row_ledger import RowLedger
@@ -118,9 +118,8 @@ class WindowedRows:
         return [(row, i, entry) for i, entry in enumerate(table) if before[i : i + 1] != [entry]]
 
 
-@pytest.mark.parametrize("max_passes", [1, 3])
-@pytest.mark.parametrize(
-    ("family", "model_impl", "dtype", "block_size", "num_groups"),
+@parametrize_in_turn(
+    "case, max_passes",
     [
         ("gemma3-scaled", "native", torch.float32, 4, 3),
         ("gemma3-scaled", "native", torch.bfloat16, 16, 3),
@@ -135,10 +134,12 @@ class WindowedRows:
         ("lfm3", "native", torch.float32, 4, 3),
         ("lfm3", "native", torch.bfloat16, 16, 3),
     ],
+    [(1,), (3,)],
 )
 def test_rows_are_the_same_bit_for_bit_without_the_blocks_before_the_window(
-    family: str, model_impl: str, dtype: torch.dtype, block_size: int, num_groups: int, max_passes: int, tmp_path: Path
+    case: tuple[str, str, torch.dtype, int, int], max_passes: int, tmp_path: Path
 ) -> None:
+    family, model_impl, dtype, block_size, num_groups = case
     make_model(tmp_path, family)
     model = load_model(tmp_path, device=torch.device("cpu"), dtype=dtype, model_impl=model_impl)
     generator = torch.Generator().manual_seed(3)

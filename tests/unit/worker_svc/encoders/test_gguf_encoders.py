@@ -17,17 +17,18 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from tests.support.embedding_models import make_embedding_model, make_ranking_model
 from tests.support.gguf_encoders import ARCHITECTURES, write_encoder_gguf
+from tests.support.tiers import parametrize_in_turn
 from tests.unit.worker_svc.encoders.test_vectors import LENGTHS, PAIRS, scores_of, vectors_of
 
 NORMALIZED = ("Normalize", {})
 DENSE = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
 
 
-@pytest.mark.parametrize(
-    ("mode", "pooling"),
+@parametrize_in_turn(
+    "family, mode, pooling",
+    ARCHITECTURES,
     [("mean", gguf.PoolingType.MEAN), ("cls", gguf.PoolingType.CLS), ("lasttoken", gguf.PoolingType.LAST)],
 )
-@pytest.mark.parametrize("family", ARCHITECTURES)
 def test_vectors_are_those_of_the_directory(family: str, mode: str, pooling: gguf.PoolingType, tmp_path: Path) -> None:
     modules = [("Pooling", {"pooling_mode": mode}), NORMALIZED]
     if family == "gemma3_text":
