@@ -42,9 +42,9 @@ class Sequence(paging.Sequence):
     windowed groups of layers up to the logical index `windows_end`.
 
     Its state is in `state_blocks`, which forks may share until they change it. `newest_checkpoint` are the blocks of
-    its last checkpoint, if that gives way to the next one, with their names; they may be in other use by now. `partings`
-    are numbers of its first tokens after which another sequence goes on in another way. It waits for the `leader`, a
-    sequence of the same request, to compute the tokens that both begin with.
+    its last checkpoint, if that gives way to the next one, with their names; they may be in other use by now.
+    `partings` are numbers of its first tokens after which another sequence goes on in another way. It waits for the
+    `leader`, a sequence of the same request, to compute the tokens that both begin with.
     """
 
     request: Request

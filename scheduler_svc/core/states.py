@@ -19,11 +19,13 @@ from scheduler_svc.core.request import max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 
 OUTPUT_INTERVAL = 64
-"""Tokens between checkpoints of output, rounded up to whole blocks. All but the newest of a sequence are evicted before other blocks."""
+"""Tokens between checkpoints of output, rounded up to whole blocks. All but the newest of a sequence are evicted before
+other blocks."""
 
 PROMPT_INTERVAL = 1024
 """Tokens between checkpoints of a prompt, rounded up to whole blocks, in addition to the one at its end. After a loss of
-the worker no more than these are computed again. Larger states make most of them give way to the next one (`States.gives_way`)."""
+the worker no more than these are computed again. If states are large, most of these checkpoints give way to the next
+(`States.gives_way`)."""
 
 
 @dataclass(frozen=True, slots=True)
