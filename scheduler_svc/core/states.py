@@ -23,9 +23,9 @@ OUTPUT_INTERVAL = 64
 other blocks."""
 
 PROMPT_INTERVAL = 1024
-"""Tokens between checkpoints of a prompt, rounded up to whole blocks, in addition to the one at its end. After a loss of
-the worker no more than these are computed again. If states are large, most of these checkpoints give way to the next
-(`States.gives_way`)."""
+"""Tokens between checkpoints of a prompt, rounded up to whole blocks, in addition to the one at its end. After a loss
+of the worker no more than these are computed again. If states are large, most of these checkpoints give way to the
+next (`States.gives_way`)."""
 
 
 @dataclass(frozen=True, slots=True)
