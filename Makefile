@@ -76,8 +76,8 @@ IN_PARALLEL := -n $(shell expr $$(nproc) + 2) --dist loadfile --no-loadscope-reo
 FIRST_TIER := not (extended or all_isas or real or long)
 SECOND_TIER := (extended or all_isas) and not long
 BOTH_TIERS := not long and (extended or all_isas or not real)
-# `make test test-all` is one run: imports and the collection of tests take a minute of processor time, and at the end of
-# each run one process is busy.
+# `make test test-all` is one run: imports and the collection of tests take a minute of processor time, and at the end
+# of each run one process is busy.
 ifneq ($(and $(filter test,$(MAKECMDGOALS)),$(filter test-all,$(MAKECMDGOALS))),)
 OF_TEST := $(BOTH_TIERS)
 OF_TEST_ALL :=
