@@ -22,6 +22,7 @@ Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
 LOCK_TIMEOUT_S = 5.0
 """Maximum seconds that a statement waits for the lock of another connection."""
+_PAUSE_S = 0.02
 _VERSION = 1
 LEASE_S = 5.0
 # Maximum rows without a lease that are considered at once.
@@ -64,7 +65,17 @@ class Store:
             self._path.chmod(0o600)
         name = ":memory:" if self._path is None else self._path
         self._database = sqlite3.connect(name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-        self._database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
+        # Two gateways may make the file at the same moment. While another connection writes, SQLite refuses at once to
+        # change the kind of journal, whatever the timeout is.
+        end = clock.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                self._database.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or clock.monotonic() >= end:
+                    raise
+            threading.Event().wait(_PAUSE_S)
         if self.rows("PRAGMA user_version")[0][0] not in (0, _VERSION):
             raise sqlite3.DatabaseError("it is of another version of Quire")
         self._database.executescript(f"{self.tables} PRAGMA user_version = {_VERSION};")

@@ -39,7 +39,7 @@ KEPT: dict[str, str] = {
     "as many as a bound says, the oldest go; or they go with the next that comes": """
         ConstraintChecker._kept DurableRoom._charge_running DurableRoom._num_running DurableRoom._over
         EndedRequests.cancelled
-        FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap
+        FairPolicy._entries FairPolicy._heap FairPolicy._held FairPolicy.counters Earliest._heap LastParameters.asked
         Preparations._compiled PromptLogprobsRouter._reporting RetryAdvisor._ends
         Served._first_tokens StepDraft._release Trials._need_losses""",
     "until the other side has taken it, or is gone": """

@@ -4,6 +4,8 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Coroutine
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,6 +40,19 @@ async def test_nobody_waits_for_the_many_calls_of_another_tenant() -> None:
         await asyncio.wait(tasks[1:2])
         is_free.set()
     assert done == ["a", "own", "d", "e", "c"]
+    store.close()
+
+
+def test_a_store_waits_while_another_gateway_makes_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "blobs.db"
+    with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(0.2, lambda: other.execute("COMMIT"))
+        timer.start()
+        store = Blobs(path, "--blobs")
+        timer.join()
+    store.change("INSERT INTO blobs VALUES (?)", b"small")
+    assert store.rows("SELECT data FROM blobs") == [(b"small",)]
     store.close()
 
 
