@@ -221,7 +221,7 @@ def test_types_are_mixed_as_llama_cpp_mixes_them(tmp_path: Path) -> None:
     assert GgufHeader.read(tmp_path / "Q4_K_M.gguf").metadata["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_K_M
 
 
-@parametrize_once("format", list(FORMATS))
+@parametrize_once("format", list(FORMATS), second_tier=len(FORMATS) // 2)
 def test_every_format_is_served_and_computes_what_its_dequantized_weights_do(tmp_path: Path, format: str) -> None:
     """The embedded model's down projections have 704 inputs: no multiple of 256."""
     source = resolve_model(None)

@@ -181,7 +181,11 @@ def multiply_by_torch(
 
 @pytest.mark.parametrize(
     ("family", "tied", "dtype"),
-    [("llama", False, torch.float16), ("qwen2", True, torch.float16), ("gemma2", True, torch.bfloat16)],
+    [
+        ("llama", False, torch.float16),
+        pytest.param("qwen2", True, torch.float16, marks=pytest.mark.long),
+        pytest.param("gemma2", True, torch.bfloat16, marks=pytest.mark.long),
+    ],
 )
 def test_a_model_with_adapters_computes_what_that_of_dequantized_weights_does(
     tmp_path: Path, family: str, tied: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
