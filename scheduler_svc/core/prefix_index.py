@@ -269,8 +269,8 @@ class PrefixIndex(BlockPool):
 
     def seal(self, block: BlockId, content: BlockHash, *, takes_over: bool = False) -> bool:
         """Names the final content of a held block. Returns False if another block with the same content has the name
-        already; lookups keep finding that block. With `takes_over` that block loses the name to this one if nobody
-        holds it: it was used earlier, so it would be evicted earlier, and the name with it."""
+        already; lookups keep finding that block. With `takes_over` that block loses the name to this one if no
+        table holds it: it was used earlier, so it would be evicted earlier, and the name with it."""
         assert self._ref_counts[block] > 0, f"block {block} is sealed while no table holds it"
         other = self._by_hash.get(content)
         if self._hashes[block] is not None or (other is not None and not (takes_over and other in self._cached)):

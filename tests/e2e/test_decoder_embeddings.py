@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -129,7 +129,7 @@ async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None
     for directory in (None, *adapters):
         merged = SentenceTransformer(str(path), device="cpu")
         if directory is not None:
-            merge_adapter(merged[0].auto_model, directory)
+            merge_adapter(cast(transformers.PreTrainedModel, merged[0].auto_model), directory)
         truth.append(merged.encode(texts))
     flags: dict[str, Any] = {
         "adapters": tuple(f"{name}={tmp_path / name}" for name in names[1:]),

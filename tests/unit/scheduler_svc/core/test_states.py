@@ -146,9 +146,9 @@ def test_large_checkpoints_within_a_prompt_give_way_to_the_next(state_blocks: in
     for request in (other, long):
         driver.submit(request)
         driver.finish(request)
-    assert checkpoints(driver, long.prompt) == kept
-    assert checkpoints(driver, other.prompt) == [12]
-    again = make_request(3, prompt=other.prompt, max_tokens=2)
+    assert checkpoints(driver, [*long.prompt]) == kept
+    assert checkpoints(driver, [*other.prompt]) == [12]
+    again = make_request(3, prompt=[*other.prompt], max_tokens=2)
     driver.submit(again)
     driver.finish(again)
     assert driver.usage[3].cached_tokens == 12
