@@ -140,18 +140,18 @@ async def test_adapters_and_preemptions_change_no_vector(tmp_path: Path) -> None
         "scheduler_metrics_port": free_port(),
     }
     async with serving(model=str(path), dtype="float32", **flags) as served, client_of(served) as client:
-        alone = [np.concatenate([await ask(client, [text], model=name) for text in texts]) for name in names]
-        for found, expected in zip(alone, truth, strict=True):
+        undisturbed = [np.concatenate([await ask(client, [text], model=name) for text in texts]) for name in names]
+        for found, expected in zip(undisturbed, truth, strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-5)
-        assert np.abs(alone[1] - alone[0]).max() > 0.01
+        assert np.abs(undisturbed[1] - undisturbed[0]).max() > 0.01
         # Whether calls meet is chance.
         for _ in range(20):
             low = [asyncio.create_task(ask(client, texts, model=name, priority=50)) for name in names]
             for round_ in range(12):
                 name = round_ % 3
                 found = await ask(client, texts[round_ % 10 :][:2], model=names[name], priority=-50)
-                np.testing.assert_array_equal(found, alone[name][round_ % 10 :][:2])
-            np.testing.assert_array_equal(await asyncio.gather(*low), alone)
+                np.testing.assert_array_equal(found, undisturbed[name][round_ % 10 :][:2])
+            np.testing.assert_array_equal(await asyncio.gather(*low), undisturbed)
             if await read_metric(flags["scheduler_metrics_port"], "quire_scheduler_preemptions_total"):
                 return
         pytest.fail("nothing was preempted")
