@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import logging
 import resource
@@ -44,7 +43,7 @@ from gateway.vllm_metrics import VllmMetrics
 from quire.model_files.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
-from quire.rpc.process import DaemonThreads, return_freed_memory
+from quire.rpc.process import DaemonThreads, return_freed_memory, settle_objects
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.runtime import clock, entropy
@@ -296,9 +295,7 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        # Loaded objects live on. A garbage collection that visits them would block the event loop for about 50 ms.
-        gc.collect()
-        gc.freeze()
+        settle_objects()
         # The only line on stdout. A process that starts a gateway with port 0 reads the port from it.
         print(f"quire-gateway: listening grpc={gateway.grpc_address} http={gateway.http_address}", flush=True)
         try:

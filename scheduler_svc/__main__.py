@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.rpc.process import imports_that_stay, leave_out_of_collections, run_service
+from quire.rpc.process import imports_that_stay, run_service, settle_objects
 from quire.runtime import failpoint
 from quire.runtime.logs import begin_logging
 from quire.runtime.settings import load_settings
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin_logging("scheduler", level, form, SchedulerSettings, os.environ, program=PROGRAM)
         with imports_that_stay():
             from scheduler_svc.service.app import serve
-        await serve(settings, on_attached=leave_out_of_collections)
+        await serve(settings, on_attached=settle_objects)
 
     return run_service(run, program=PROGRAM)
 

@@ -13,6 +13,7 @@ from quire.rpc.process import imports_that_stay
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.runtime.failpoint import failpoint
+from quire.runtime.huge_pages import start_moving_heap
 from quire.runtime.logs import configure_logging
 from quire.service.metrics import MetricsServer, register_process
 from quire.tracing import open_tracer
@@ -59,6 +60,7 @@ async def serve(settings: WorkerSettings) -> None:
             with imports_that_stay(), placed_threads(settings):
                 from worker_svc.startup import build_worker
 
+            start_moving_heap()
             failpoint("worker.load.begun")
             return build_worker(settings, device_loop, stopping, servicer.report_loading)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 import quire
+from quire.runtime.huge_pages import start_moving_heap
 from quire.runtime.logs import change_level
 from quire.runtime.settings import ConfigurationError, TemporaryError
 
@@ -157,12 +158,13 @@ def imports_that_stay() -> Iterator[None]:
         gc.enable()
 
 
-def leave_out_of_collections() -> None:
-    """Excludes the present objects from garbage collections. For objects that stay, such as modules and the arrays of a
-    pool: visiting all of them holds up a process for tens of milliseconds."""
+def settle_objects() -> None:
+    """For the end of a start: the present objects stay, such as modules and the arrays of a pool. No garbage collection
+    visits them, which would hold up a process for tens of milliseconds, and they move to huge pages."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    start_moving_heap()
 
 
 class DaemonThreads(Executor):

@@ -10,9 +10,9 @@ namespace {
 
 // Columns of x, the last of them of the token at hand.
 template <class T>
-class Group {
+class ConvGroup {
  public:
-  Group(const ConvArgs& args, int64_t group, Arena arena)
+  ConvGroup(const ConvArgs& args, int64_t group, Arena arena)
       : args_(args),
         channel_(group * kColumns),
         count_(args.channels - channel_ < kColumns ? static_cast<int>(args.channels - channel_) : kColumns),
@@ -125,7 +125,7 @@ template <class T>
 void conv(const ConvArgs& args, const StateRow* rows, int64_t num_rows, int64_t begin, int64_t end,
           std::byte* scratch) {
   for (int64_t index = begin; index < end; ++index) {
-    Group<T> group(args, index, Arena(scratch));
+    ConvGroup<T> group(args, index, Arena(scratch));
     for (int64_t row = 0; row < num_rows; ++row) group.run(rows[row]);
   }
 }

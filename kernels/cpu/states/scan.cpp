@@ -9,9 +9,9 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 template <class T>
-class Group {
+class ScanGroup {
  public:
-  Group(const ScanArgs& args, int64_t group, Arena arena)
+  ScanGroup(const ScanArgs& args, int64_t group, Arena arena)
       : args_(args),
         channel_(group * kColumns),
         count_(args.channels - channel_ < kColumns ? args.channels - channel_ : kColumns),
@@ -65,7 +65,7 @@ template <class T>
 void scan(const ScanArgs& args, const StateRow* rows, int64_t num_rows, int64_t begin, int64_t end,
           std::byte* scratch) {
   for (int64_t index = begin; index < end; ++index) {
-    const Group<T> group(args, index, Arena(scratch));
+    const ScanGroup<T> group(args, index, Arena(scratch));
     for (int64_t row = 0; row < num_rows; ++row) group.run(rows[row]);
   }
 }
