@@ -13,6 +13,8 @@ ARGS ?=
 # An index with another build of torch, such as the CPU build, in addition to the default index. That build is taken,
 # since its local version (2.13.0+cpu) satisfies the pin and is the higher one.
 TORCH_INDEX ?=
+# The versions to install; empty for the newest that pyproject.toml allows.
+PINS ?= --constraint constraints.txt
 
 # The tests start hundreds of processes. Without this each of them may compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
@@ -53,7 +55,7 @@ CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMak
 CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
 	check-code-map check-site check-compose check-kubernetes
 
-.PHONY: help setup protos serve test test-all test-real test-long test-sanitizers test-mutation coverage
+.PHONY: help setup protos serve test test-all test-real test-long test-latest test-sanitizers test-mutation coverage
 .PHONY: triton-client real-packages test-containers images wheels
 .PHONY: check $(CHECKS) test-languages test-ui bench paper tiny site api-docs code-map clean
 
@@ -111,6 +113,9 @@ test-long: setup triton-client test-sanitizers ## more examples, worlds, fuzz, u
 	$(PYTEST) --timeout 1800 tests/compat/rolling_upgrade.py
 	$(PYTEST) $(IN_PARALLEL) -m long --timeout 1200 tests
 	$(BIN)/python -m bench soak
+
+test-latest: ## `make test` with the newest packages, in .venv/latest (PYTHON=python3.14: and with another interpreter)
+	$(MAKE) --no-print-directory test VENV=$(VENV)/latest PINS=
 
 test-sanitizers: setup ## run the tests of the CPU kernels with sanitizers of addresses, undefined behavior and threads
 	tests/sanitizers/run.sh $(BIN)/python $(ARGS)
@@ -218,12 +223,12 @@ INSTALL := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python tools/install.py
 
 $(INSTALLED): pyproject.toml constraints.txt tools/list_requirements.py | $(BIN)/python
 	$(BIN)/python tools/list_requirements.py $(EXTRAS) >$@.txt
-	$(INSTALL) --constraint constraints.txt $(if $(TORCH_INDEX),--index '$(TORCH_INDEX)') --requirement $@.txt
+	$(INSTALL) $(PINS) $(if $(TORCH_INDEX),--index '$(TORCH_INDEX)') --requirement $@.txt
 	@touch $@
 
 $(EDITABLE): pyproject.toml constraints.txt CMakeLists.txt $(CPU_KERNELS) $(STUBS_SOURCES) | $(BIN)/python
 	CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) SKBUILD_CMAKE_DEFINE=QUIRE_BEST_ISA=$(if $(SERVING),ON,OFF) \
-		$(INSTALL) --constraint constraints.txt --no-deps --editable .
+		$(INSTALL) $(PINS) --no-deps --editable .
 	@touch $@
 
 $(TRITON_CLIENT_INSTALLED): tests/triton_client/requirements.txt | $(BIN)/python

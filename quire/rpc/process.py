@@ -33,6 +33,8 @@ _COLLECTIONS = ("all", "dev")
 # gRPC reads it when the first server or channel is made. The thread that waits for completions then also reads sockets.
 # Otherwise other threads do, which hand each message over twice more: a tenth of the processor time of a short request.
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS", "-event_engine_poller_for_python"
+# The first version without this choice, which would log an error about it in each process.
+_GRPC_WITHOUT_CHOICE = (1, 84)
 # Options of mallopt(3): blocks from this size on are mapped, and free memory at the top is returned from this size on.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 18
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 8 << 20
@@ -57,7 +59,7 @@ def run_service(main: Callable[[], Awaitable[None]], *, program: str) -> int:
         0 after a signal or when `main` returned, 2 on ConfigurationError and where a package is not installed, 75 on
         TemporaryError, 1 on any other error (logged).
     """
-    os.environ.setdefault(*_GRPC_EXPERIMENTS)
+    _choose_poller()
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(_until_signalled(main))
@@ -124,6 +126,14 @@ def _extras_with(module: str) -> list[str]:
         return ["all"]
     matches = filter(None, map(_REQUIREMENT_OF_EXTRA.match, requirements))
     return [each["extra"] for each in matches if each["name"] == name and each["extra"] not in _COLLECTIONS]
+
+
+def _choose_poller() -> None:
+    # Not at the top: commands that start no service import this module, too.
+    import grpc
+
+    if tuple(map(int, grpc.__version__.split(".")[:2])) < _GRPC_WITHOUT_CHOICE:
+        os.environ.setdefault(*_GRPC_EXPERIMENTS)
 
 
 def command_of(module: str) -> list[str]:

@@ -7,7 +7,7 @@ import math
 from array import array as packed_array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
@@ -186,36 +186,43 @@ def _filled(sampling: SamplingParameters) -> SamplingParameters:
     return sampling
 
 
+# The dtype of a column is written twice: numpy's alias of arrays has another form in each version.
+Floats = Annotated[NDArray[np.float32], np.float32]
+Numbers = Annotated[NDArray[np.int64], np.int64]
+Flags = Annotated[NDArray[np.bool_], np.bool_]
+Objects = Annotated[NDArray[np.object_], np.object_]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingColumns:
     """Parameters of several rows: parallel arrays of shape [n]. The proto messages document each."""
 
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float32]
-    min_score: NDArray[np.float32]
+    temperature: Floats
+    top_k: Numbers
+    top_p: Floats
+    min_score: Floats
     """The logarithm of min_p: a token needs at least min_p times the probability of the most likely one, whose score is
     0."""
-    seed: NDArray[np.uint64]
-    wants_logprobs: NDArray[np.bool_]
-    num_logprobs: NDArray[np.int64]
-    logprob_token_ids: NDArray[np.object_]
+    seed: Annotated[NDArray[np.uint64], np.uint64]
+    wants_logprobs: Flags
+    num_logprobs: Numbers
+    logprob_token_ids: Objects
     """For each row an array of the tokens that it reports, or None."""
-    num_candidates: NDArray[np.int64]
+    num_candidates: Numbers
     """0 if the row draws a token."""
-    has_rules: NDArray[np.bool_]
-    rules: NDArray[np.object_]
+    has_rules: Flags
+    rules: Objects
     """`LogitRules`, or None if nothing is done to the logits."""
-    has_constraint: NDArray[np.bool_]
-    num_prompt_tokens: NDArray[np.int64]
-    wants_prompt_logprobs: NDArray[np.bool_]
-    num_prompt_logprobs: NDArray[np.int64]
-    followed: NDArray[np.object_]
+    has_constraint: Flags
+    num_prompt_tokens: Numbers
+    wants_prompt_logprobs: Flags
+    num_prompt_logprobs: Numbers
+    followed: Objects
     """`FollowedPrediction`, the output that the caller expects; None if there is none."""
-    endings: NDArray[np.object_]
+    endings: Objects
     """A frozenset of the tokens that end it, of a row that has a sequence."""
-    is_refused: NDArray[np.bool_]
-    refusal: NDArray[np.object_]
+    is_refused: Flags
+    refusal: Objects
     """Why the row fails when it samples; None if it does not."""
 
     @property
@@ -231,7 +238,8 @@ class SamplingColumns:
     @classmethod
     def empty(cls, num_rows: int) -> "SamplingColumns":
         """Columns of zeros and None, each of the dtype in its annotation."""
-        dtypes = {name: get_args(get_args(hint)[1])[0] for name, hint in get_type_hints(cls).items()}
+        hints = get_type_hints(cls, include_extras=True)
+        dtypes = {name: hint.__metadata__[0] for name, hint in hints.items()}
         initial: dict[str, Any] = {name: None if dtype is np.object_ else 0 for name, dtype in dtypes.items()}
         initial["min_score"] = -np.inf
         return cls(*(np.full(num_rows, initial[name], dtype) for name, dtype in dtypes.items()))
