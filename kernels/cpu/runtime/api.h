@@ -579,6 +579,7 @@ enum Operation : int64_t {
   kSelectiveScan = 15,
   kGates = 16,
   kGatedNorm = 17,
+  kTextAttention = 18,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.
