@@ -21,6 +21,8 @@ class RecordedEncoder:
         is_recorded: whether they are.
     """
 
+    _output: torch.Tensor
+
     def __init__(self, encoder: Encoder, max_tokens_at_once: int) -> None:
         """Texts of more than `max_tokens_at_once` tokens run without the recording."""
         self._encoder, self._max_tokens = encoder, max_tokens_at_once
@@ -28,7 +30,8 @@ class RecordedEncoder:
             token_ids = torch.zeros(max_tokens_at_once, dtype=torch.int64)
             self._lengths = np.zeros(max_tokens_at_once, np.int32)
             room = PackedTexts(token_ids, token_ids.clone(), self._lengths)
-            self._embedded, self._positions = encoder.embed(room), room.positions
+            one = encoder.embed(PackedTexts.of([token_ids[:1]]))
+            self._embedded, self._positions = one.new_empty(max_tokens_at_once, one.shape[1]), room.positions
             self._recording = self._record(room)
         self.is_recorded = self._recording is not None
 
