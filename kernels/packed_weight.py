@@ -8,7 +8,7 @@ import torch
 
 ACTIVATIONS = ("identity", "relu", "silu", "gelu_tanh", "gelu")
 """Operations that a product can apply to its sums before they are rounded."""
-GATES = ("silu", "gelu_tanh", "clamped_swiglu")
+GATES = ("silu", "gelu_tanh", "gelu", "clamped_swiglu")
 """Operations that it can apply to the gates of a gated weight; the last one, GPT-OSS's, clamps gates and ups."""
 
 

@@ -188,6 +188,8 @@ async def partial_results(live: Sequence[LiveRequest]) -> list[Result | None]:
                 raise
             return None
 
+    if len(live) == 1:
+        return [await result(live[0])]
     tasks = [asyncio.create_task(result(each)) for each in live]
     try:
         return await asyncio.gather(*tasks)

@@ -355,7 +355,7 @@ class Operation(Enum):
     SELECTIVE_SCAN = ("selective_scan", 15, "num_tokens")
     GATES = ("gates", 16, "num_tokens")
     GATED_NORM = ("gated_norm", 17, "num_tokens")
-    TEXT_ATTENTION = ("text_attention", None, None)
+    TEXT_ATTENTION = ("text_attention", 18, "num_tokens")
     PACK_WEIGHT = ("pack_weight", None, None)
     LOOK_UP = ("look_up", None, None)
     COMPRESS_WEIGHT = ("compress_weight", None, None)

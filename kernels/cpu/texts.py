@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kernels.cpu.library import DTYPES, Operation, Operations, TextAttentionArgs, TextHeads
 from kernels.cpu.packing import Empty, address, contiguous, dense
@@ -21,16 +22,17 @@ class TextKernels:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        lengths: Sequence[int],
+        lengths: Sequence[int] | NDArray[np.int32],
         *,
         scale: float,
         window: int | None,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        """As `worker_svc.encoders.attention.attend`, for tensors of one dtype that this library has."""
+        """As `worker_svc.encoders.attention.attend`, for tensors of one dtype that this library has. A
+        recording reads lengths from the array that it was recorded with."""
         num_tokens, num_heads, head_dim = query.shape
         query, key, value, bias = dense(query), dense(key), dense(value), contiguous(bias)
-        output, of_texts = self._empty(query.shape, query.dtype), np.array(lengths, np.int32)
+        output, of_texts = self._empty(query.shape, query.dtype), np.asarray(lengths, np.int32)
         arguments = TextAttentionArgs(
             output=output.data_ptr(),
             **{name: _text_heads(x) for name, x in (("query", query), ("key", key), ("value", value))},

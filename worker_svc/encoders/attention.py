@@ -1,8 +1,10 @@
 """Attention in both directions, over texts that lie one after the other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from kernels.backends import text_kernels_for
@@ -15,7 +17,7 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | NDArray[np.int32],
     *,
     scale: float,
     window: int | None = None,
@@ -78,7 +80,7 @@ def _mask(
     return mask.to(dtype)
 
 
-def _runs_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+def _runs_of(lengths: Iterable[int]) -> list[tuple[int, int, int]]:
     """Neighbouring texts of one length, as (first token, number of texts, length)."""
     runs: list[tuple[int, int, int]] = []
     first = 0

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from kernels import ops
@@ -32,13 +34,13 @@ class PackedTexts:
     Attributes:
         token_ids: [T] int64.
         positions: [T] int64, the index of each token in its text.
-        lengths: number of tokens of each text, at least 1.
+        lengths: number of tokens of each text, at least 1; a recording reads them from an array of int32.
         types: [T] int64, 1 for tokens of the second text of a pair; None if all are 0.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    lengths: Sequence[int]
+    lengths: Sequence[int] | NDArray[np.int32]
     types: torch.Tensor | None = None
 
     @classmethod
@@ -136,7 +138,7 @@ class EncoderLayer(nn.Module):
         heads = self.qkv(x).view(len(x), -1, self._config.head_dim)
         q, k, v = heads.split(self._sizes, 1)
         if self.head_norms:
-            q, k = (norm(each.contiguous()) for norm, each in zip(self.head_norms, (q, k), strict=True))
+            q, k = (norm(each) for norm, each in zip(self.head_norms, (q, k), strict=True))
         if cos_sin is not None:
             q, k = ops.rotary(q, k, texts.positions, cos_sin)
         attended = attend(q, k, v, texts.lengths, scale=self._config.scale, window=self.window, bias=bias)
@@ -206,13 +208,21 @@ class Encoder(nn.Module):
 
     def forward(self, texts: PackedTexts) -> torch.Tensor:
         """Returns [T, hidden]."""
+        return self.run_layers(self.embed(texts), texts)
+
+    def embed(self, texts: PackedTexts) -> torch.Tensor:
+        """The sums of the embeddings of tokens, [T, hidden]."""
         total = self.words(texts.token_ids)
         if self._config.family.has_root_norms:
             total = total * self.hidden_size**0.5
         if self.places is not None:
             total = total + self.places(texts.positions + self._config.first_position)
         if self.types is not None:
-            total = total + self.types(torch.zeros_like(texts.token_ids) if texts.types is None else texts.types)
+            total = total + self.types(texts.token_ids.new_zeros(1) if texts.types is None else texts.types)
+        return total
+
+    def run_layers(self, total: torch.Tensor, texts: PackedTexts) -> torch.Tensor:
+        """[T, hidden], which may be overwritten, -> [T, hidden]. Reads positions and lengths of `texts` only."""
         x = self.norm(total)
         residual = total if self._keeps_words else x
         bias = None if self.distances is None else self.distances.biases

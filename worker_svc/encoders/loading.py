@@ -15,6 +15,7 @@ from quire.service.compatibility import ModelFingerprint
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.encoders.encoder import Encoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
+from worker_svc.encoders.recorded import RecordedEncoder
 from worker_svc.encoders.runner import EncoderRunner
 from worker_svc.layers.products import check_quantization
 from worker_svc.parallel.ranks import Ranks
@@ -108,12 +109,13 @@ def make_encoder_worker(
     )
     # Nothing is kept of a text. The scheduler counts texts as blocks, each as long as the longest text, of no bytes.
     pool = PoolGeometry(max_model_len, 2 * limits.max_num_rows, 0, 0, 0, 0, geometry.dtype, 0)
+    recorded = RecordedEncoder(encoder, limits.max_num_batched_tokens)
     runner = EncoderRunner(
-        encoder, vectors, pool.num_gpu_blocks, max_tokens_at_once=limits.max_num_batched_tokens, separator=separator
+        recorded, vectors, pool.num_gpu_blocks, max_tokens_at_once=limits.max_num_batched_tokens, separator=separator
     )
     report(LoadProgress(WARMING_UP))
     with torch.inference_mode():
-        encoder(PackedTexts.of([torch.zeros(min(longest, limits.max_num_batched_tokens), dtype=torch.int64)]))
+        recorded(PackedTexts.of([torch.zeros(min(longest, limits.max_num_batched_tokens), dtype=torch.int64)]))
     device_loop.use(runner)
     info = WorkerInfo(clock.unix_ns(), 0, 1, pool, geometry, limits, ModelFingerprint.read(directory))
     _logger.info("%s gives vectors of %d numbers, of texts of at most %d tokens", directory.path, vectors.size, longest)

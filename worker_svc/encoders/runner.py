@@ -1,14 +1,14 @@
 """Runs the steps of an encoder. A text is computed as a whole, in the step that computes its last token; the chunks
 before it only count. The result of its row is a vector, and a token without a meaning."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from worker_svc.device.seals import SealInventory
-from worker_svc.encoders.encoder import Encoder, PackedTexts
+from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.step import AdmittedStep, RowChanges, RowVector, SealedBlocks, StepOutput, StepTimings
 from worker_svc.streams import Stopwatch
@@ -33,7 +33,7 @@ class EncoderRunner:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: Callable[[PackedTexts], torch.Tensor],
         vectors: TextVectors | PairScores,
         num_blocks: int,
         *,

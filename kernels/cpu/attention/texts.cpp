@@ -91,11 +91,14 @@ class TextTile {
     const int last_seen = static_cast<int>(last < count ? last : count);
     const Vec hidden = set1(-kInfinity), scale = set1(static_cast<float>(args_.scale));
     Vec largest = hidden;
+    const bool is_plain = bias == nullptr && first_seen <= 0 && last_seen >= columns;
     for (int i = 0; i < columns; i += kWidth) {
       Vec score = load(scores + i) * scale;
-      const int left = static_cast<int>(count) - i;
-      if (bias != nullptr && left > 0) score = score + (left >= kWidth ? load(bias + i) : load(bias + i, left));
-      score = keep(score, first_seen - i, last_seen - i, hidden);
+      if (!is_plain) {
+        const int left = static_cast<int>(count) - i;
+        if (bias != nullptr && left > 0) score = score + (left >= kWidth ? load(bias + i) : load(bias + i, left));
+        score = keep(score, first_seen - i, last_seen - i, hidden);
+      }
       store(scores + i, score);
       largest = max(largest, score);
     }

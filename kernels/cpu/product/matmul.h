@@ -52,21 +52,27 @@ inline void multiply_tile(Matrix c, Matrix a, Matrix b, int64_t k, bool add) {
     for (int i = 0; i < kVectors; ++i) store(c.line(m) + i * kWidth, sums[m][i]);
 }
 
+template <class T, int kLines>
+inline void multiply_lines(Matrix c, Matrix a, Matrix b, int64_t n, int64_t k, bool add) {
+  constexpr int kColumns = kTileVectors * kWidth;
+  int64_t j = 0;
+  for (; j + kColumns <= n; j += kColumns)
+    multiply_tile<T, kLines, kTileVectors>({c.at + j, c.stride}, a, {b.at + j, b.stride}, k, add);
+  for (; j + 2 * kWidth <= n; j += 2 * kWidth)
+    multiply_tile<T, kLines, 2>({c.at + j, c.stride}, a, {b.at + j, b.stride}, k, add);
+  for (; j < n; j += kWidth) multiply_tile<T, kLines, 1>({c.at + j, c.stride}, a, {b.at + j, b.stride}, k, add);
+}
+
 // C = A B, or C += A B. The numbers of columns and of words are multiples of 16, columns of 32 too; the number of lines
 // is one of kLinesAtOnce.
 template <class T>
 inline void multiply(Matrix c, Matrix a, Matrix b, int64_t m, int64_t n, int64_t k, bool add) {
-  constexpr int kLines = 4, kColumns = kTileVectors * kWidth;
-  for (int64_t i = 0; i < m; i += kLines) {
-    const Matrix lines{a.line(i), a.stride};
-    int64_t j = 0;
-    for (; j + kColumns <= n; j += kColumns)
-      multiply_tile<T, kLines, kTileVectors>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
-    for (; j + 2 * kWidth <= n; j += 2 * kWidth)
-      multiply_tile<T, kLines, 2>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
-    for (; j < n; j += kWidth)
-      multiply_tile<T, kLines, 1>({c.line(i) + j, c.stride}, lines, {b.at + j, b.stride}, k, add);
-  }
+  // With vectors of 8, six lines are as many sums as there are registers for.
+  constexpr int kLines = kWidth == 8 ? 6 : 4;
+  int64_t i = 0;
+  for (; i + kLines <= m; i += kLines)
+    multiply_lines<T, kLines>({c.line(i), c.stride}, {a.line(i), a.stride}, b, n, k, add);
+  for (; i < m; i += 2) multiply_lines<T, 2>({c.line(i), c.stride}, {a.line(i), a.stride}, b, n, k, add);
 }
 
 #if defined(__AMX_BF16__)

@@ -89,6 +89,7 @@ inline Vec activate(int64_t activation, Vec x) {
       return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
     }
     case kGelu:
+    case kGeluAndMul:
       return gelu(x);
     default:
       return x;

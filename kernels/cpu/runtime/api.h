@@ -143,7 +143,8 @@ enum Activation : int64_t {
   // For weights that were packed as gated: activation(gate) * up.
   kSiluAndMul = 5,
   kGeluTanhAndMul = 6,
-  kClampedSwiglu = 7,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
+  kGeluAndMul = 7,
+  kClampedSwiglu = 8,  // GPT-OSS's: (clamped up + 1) * quick GELU of the clamped gate
 };
 
 // The groups of inputs that have a scale, if codes and scales of a weight are separate (coded.h); else all zeros.
@@ -579,6 +580,7 @@ enum Operation : int64_t {
   kSelectiveScan = 15,
   kGates = 16,
   kGatedNorm = 17,
+  kTextAttention = 18,
 };
 
 // One operation of a recording. Its tensors have room for the largest number of tokens that it will run with.

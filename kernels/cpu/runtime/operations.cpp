@@ -428,6 +428,11 @@ Status add(Operations& operations, const RunArgs& run, int64_t i) {
       args.num_rows = run.num_rows;
       return operations.add_paged_attention(args);
     }
+    case kTextAttention: {
+      TextAttentionArgs args = args_of(recorded, &TextAttentionArgs::num_tokens, run);
+      args.num_texts = run.num_rows;
+      return operations.add_text_attention(args);
+    }
     case kRmsNorm:
       return operations.add_rms_norm(args_of(recorded, &NormArgs::rows, run));
     case kLayerNorm:

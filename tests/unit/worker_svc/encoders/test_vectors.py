@@ -21,6 +21,7 @@ from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_mod
 from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
 from worker_svc.encoders.pooling import PairScores, TextVectors
+from worker_svc.encoders.recorded import RecordedEncoder
 from worker_svc.parallel.ranks import ALONE
 from worker_svc.weights import Placement
 
@@ -61,8 +62,14 @@ def vectors_of(path: Path, dtype: torch.dtype, texts: Sequence[str] = TEXTS) -> 
     packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())])
     encoder = load_encoder(directory, Placement(torch.device("cpu"), dtype, ALONE, Quantization.NONE, None))
     vectors = TextVectors(files, encoder.hidden_size)
+    recorded = RecordedEncoder(encoder, 2 * len(packed.token_ids))
+    # All widths of these models are whole blocks of floats, not of pairs.
+    assert recorded.is_recorded or dtype == torch.bfloat16
     with torch.inference_mode():
-        return vectors(encoder(packed), packed.lengths)
+        recorded(PackedTexts.of([packed.token_ids[:40]]))
+        hidden = encoder(packed)
+        assert torch.equal(recorded(packed), hidden)
+        return vectors(hidden, packed.lengths)
 
 
 def scores_of(path: Path) -> torch.Tensor:
