@@ -65,6 +65,13 @@ class Store:
             self._path.chmod(0o600)
         name = ":memory:" if self._path is None else self._path
         self._database = sqlite3.connect(name, timeout=LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._prepare()
+        except BaseException:
+            self._database.close()
+            raise
+
+    def _prepare(self) -> None:
         # Two gateways may make the file at the same moment. While another connection writes, SQLite refuses at once to
         # change the kind of journal, whatever the timeout is.
         end = clock.monotonic() + LOCK_TIMEOUT_S

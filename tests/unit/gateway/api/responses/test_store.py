@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -18,10 +19,17 @@ SIZE = 1000 + len(RESPONSE.body) + len(json.dumps([MESSAGE]))
 
 
 @pytest.fixture(params=["memory", "file"])
-def store_of(request, tmp_path) -> Callable[[int], ResponseStore]:
+def store_of(request, tmp_path) -> Iterator[Callable[[int], ResponseStore]]:
     """Makes a store for a number of responses."""
     path = None if request.param == "memory" else tmp_path / "kept.db"
-    return lambda number: ResponseStore(path, number * SIZE)
+    with ExitStack() as made:
+        yield lambda number: made.enter_context(closing(ResponseStore(path, number * SIZE)))
+
+
+@pytest.fixture
+def large_store() -> Iterator[ResponseStore]:
+    with closing(ResponseStore(None, 1 << 30)) as made:
+        yield made
 
 
 def test_what_is_kept_is_found_by_its_tenant_alone(store_of):
@@ -52,11 +60,10 @@ def test_the_tenant_that_holds_most_loses_the_one_used_longest_ago(store_of):
     assert kept == [("small", "s"), ("large", "a"), ("large", "c"), ("other", "o")]
 
 
-async def test_items_are_found_without_holding_the_loop():
-    store = ResponseStore(None, 1 << 30)
+async def test_items_are_found_without_holding_the_loop(large_store):
     names = [f"{number:032x}" for number in range(5)]
     for name in names:
-        store.add("one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("user", "hi"),) * 500))
+        large_store.add("one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("user", "hi"),) * 500))
     asked = {f"input[{place}].id": f"msg_{name}in3" for place, name in enumerate(names)}
     num_turns = 0
 
@@ -67,23 +74,22 @@ async def test_items_are_found_without_holding_the_loop():
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count_turns())
-    found = await store.items("one", asked)
+    found = await large_store.items("one", asked)
     counting.cancel()
     assert list(found) == list(asked.values())
     assert num_turns >= len(names)
 
 
-async def test_what_references_stand_for_has_a_limit():
-    store = ResponseStore(None, 1 << 30)
+async def test_what_references_stand_for_has_a_limit(large_store):
     name = "0" * 32
-    store.add(
+    large_store.add(
         "one", f"resp_{name}", StoredResponse(b'{"output": []}', (ChatMessage("system", LONG), *RESPONSE.messages))
     )
     asked = {f"input[{place}].id": f"msg_{name}in0" for place in range(1000)}
     with pytest.raises(InvalidArgument, match=r"adds up to 17,.* bytes with earlier ones; the max is 16,") as raised:
-        await store.items("one", asked)
+        await large_store.items("one", asked)
     assert raised.value.violations[0].field == "input[16].id"
-    assert len(await store.items("one", dict(list(asked.items())[:16]))) == 1
+    assert len(await large_store.items("one", dict(list(asked.items())[:16]))) == 1
 
 
 LONG = "x" * 1_000_000
@@ -113,8 +119,10 @@ def test_a_file_keeps_every_field_of_a_message_and_says_what_is_wrong_with_it(tm
     call = ToolCall(id="c", name="f", arguments='{"a": "\u00e9"}')
     messages = (ChatMessage("user", "hello", "me"), ChatMessage("assistant", "", tool_calls=(call,), reasoning="hm"))
     kept = StoredResponse(b"{}", (*messages, ChatMessage("tool", "done", tool_call_id="c")))
-    ResponseStore(tmp_path / "kept.db", 1 << 20).add("one", "a", kept)
-    assert ResponseStore(tmp_path / "kept.db", 1 << 20).get("one", "a") == kept
+    with closing(ResponseStore(tmp_path / "kept.db", 1 << 20)) as store:
+        store.add("one", "a", kept)
+    with closing(ResponseStore(tmp_path / "kept.db", 1 << 20)) as store:
+        assert store.get("one", "a") == kept
     (tmp_path / "other").write_bytes(b"no database" * 1000)
     for path in (tmp_path / "other", tmp_path / "none" / "kept.db", tmp_path):
         with pytest.raises(ConfigurationError, match=f"--response-store {path}"):
