@@ -15,7 +15,7 @@ from tests.support.killing import Outputs, Streams, until_hit
 from tests.support.models import make_model
 from tests.support.serving import Served, serving
 
-NUM_STREAMS, MAX_TOKENS = 8, 300
+NUM_STREAMS, MAX_TOKENS = 4, 240
 # One token a step, so that the trace says how many tokens were computed, and no stream runs to its end by drafts from
 # the answers of the run before.
 SETTINGS: dict[str, Any] = {

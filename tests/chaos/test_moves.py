@@ -16,12 +16,12 @@ from tests.support.processes import until_true
 from tests.support.two_replicas import TwoReplicas, ended, two_replicas
 
 pytestmark = pytest.mark.extended
-NUM_STREAMS = 8
+NUM_STREAMS = 4
 
 
 def options_of(index: int) -> GenerationOptions:
     return GenerationOptions(
-        temperature=float(index % 2), seed=index, n=1 + index % 4 // 3, max_tokens=800, ignore_eos=True
+        temperature=float(index % 2), seed=index, n=1 + index % 4 // 3, max_tokens=500, ignore_eos=True
     )
 
 
