@@ -44,10 +44,6 @@ def options(index: int) -> GenerationOptions:
     return GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
-def make_streams(**changes: Any) -> Streams:
-    return Streams(NUM_STREAMS, options_of=options, **changes)
-
-
 @dataclass(frozen=True, slots=True)
 class Traced:
     """A server that writes its steps to a trace."""
@@ -95,10 +91,10 @@ def num_computed_since_attach(trace: Path) -> int:
 )
 async def test_text_is_that_of_an_undisturbed_run_and_little_is_computed_again(survivor: Traced, victim: str) -> None:
     served = survivor.served
-    undisturbed = await make_streams().read(served.client)
+    undisturbed = await Streams(NUM_STREAMS, options_of=options).read(served.client)
 
     async def disturbed() -> tuple[Outputs, int]:
-        streams = make_streams()
+        streams = Streams(NUM_STREAMS, options_of=options)
         async with streams.reading(served) as reading:
             await streams.advance(100)
             before = sum(len(each.token_ids) for each in streams)

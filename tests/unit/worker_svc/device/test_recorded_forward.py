@@ -158,7 +158,6 @@ def test_hidden_states_are_those_of_the_model(
 
 
 @needs_library
-# `test_hidden_states_are_those_of_the_model` has all families.
 @parametrize_in_turn("family, threads", RECORDED if is_third_tier() else RECORDED[::4], [(2,), (1,)])
 def test_logits_of_decodes_are_those_of_the_model(family: str, threads: int, directories: Directories) -> None:
     model = load(directories(family))
