@@ -46,7 +46,6 @@ async def replicas(tmp_path: Path) -> AsyncIterator[TwoReplicas]:
 async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: TwoReplicas) -> None:
     streams = make_streams()
     reading = asyncio.create_task(read(replicas, streams))
-    # At least a block and a small part of its output.
     await until_true(lambda: all(len(each.token_ids) >= 20 for each in streams), timeout_s=100)
     assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
     assert not all(stream.has_ended for stream in streams), "nothing had to move"

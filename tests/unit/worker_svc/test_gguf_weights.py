@@ -416,7 +416,6 @@ CODED = {
 }
 
 
-# Every second one is a further case of what the one before shows.
 CODED_CASES = (
     *(("llama", 1, False), ("qwen3", 1, False), ("qwen2", 1, True), ("llama", 2, False), ("mixtral", 1, False)),
     *(("llama", 2, True), ("qwen3_moe", 2, False), ("qwen2_moe", 1, True), ("gemma3", 2, True), ("gemma2", 1, True)),
