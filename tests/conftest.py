@@ -75,8 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _report_less(config: pytest.Config) -> None:
-    """Processes of pytest-xdist send six messages for each test, of which the first process needs the result of the
-    call, failures, and the end. The others took 1.4 ms of processor time for each test."""
+    """Processes of pytest-xdist send six messages for each test. The first process needs the result of the call,
+    failures, and the end; the others took 1.4 ms of processor time for each test."""
     interactor: Any = next(each for each in config.pluginmanager.get_plugins() if hasattr(each, "sendevent"))
     send = interactor.sendevent
 

@@ -319,7 +319,7 @@ class Generator:
                 self._detach(live)
 
     def _detach(self, live: LiveRequest) -> None:
-        # Nobody reads its events, and the writer knows it, too.
+        # Its events are no longer read, and the writer knows it, too.
         live.direct = None
         if not self.durable_reads.reads_without_client(live):
             self.replicas.placements.detach(live)
