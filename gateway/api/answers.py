@@ -459,14 +459,14 @@ class StreamedResponse(WatchedResponse):
 
     def __init__(
         self,
-        make: Callable[[], AsyncGenerator[bytes, None]],
+        make: Callable[["StreamedResponse"], AsyncGenerator[bytes, None]],
         is_submitted: Callable[[], bool],
         keep_alive_s: float,
         headers: Mapping[str, str],
         dialect: Dialect,
     ) -> None:
-        """`make` yields one or more events at a time. `is_submitted` returns whether a scheduler has the request. A
-        comment is sent after `keep_alive_s` without an event; 0 disables comments."""
+        """`make` yields one or more events of this response at a time. `is_submitted` returns whether a scheduler has
+        the request. A comment is sent after `keep_alive_s` without an event; 0 disables comments."""
         super().__init__(headers, dialect)
         self._make_events = make
         self._is_submitted = is_submitted
@@ -501,7 +501,7 @@ class StreamedResponse(WatchedResponse):
     async def _make(self, send: Send) -> None:
         silence = asyncio.create_task(self._keep_alive(send))
         try:
-            async with aclosing(self._make_events()) as events:
+            async with aclosing(self._make_events(self)) as events:
                 async for each in events:
                     self._has_ids = self._has_ids or each.startswith(b"id: ")
                     await self._write(send, each)

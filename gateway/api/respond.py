@@ -212,15 +212,14 @@ def respond(generator: Generator, call: Call, keep_alive_s: float) -> Response:
     if not call.streams:
         return WholeResponse(partial(_whole, generator, call), headers, call.dialect)
     live: list[LiveRequest] = []
-    response = StreamedResponse(
-        lambda: streamed(generator, call, live, response),
+    return StreamedResponse(
+        lambda response: streamed(generator, call, live, response),
         # A request without a replica has ended, or waits for a scheduler and fails if none connects.
         lambda: bool(live) and all(each.replica is not None or each.is_over for each in live),
         keep_alive_s,
         headers,
         call.dialect,
     )
-    return response
 
 
 async def whole_answer(generator: Generator, call: Call, priority: int) -> bytes:
@@ -312,15 +311,14 @@ def resumed(
     """The events of a durable stream after the last one that the caller has. `read_call` restores the call that began
     the stream; `dialect` is the form of errors before the first event."""
     live: list[LiveRequest] = []
-    response = StreamedResponse(
+    return StreamedResponse(
         # Only the call knows the number of an error event, which follows the events before it.
-        lambda: rest_of(models, last, read_call, live, response.use),
+        lambda response: rest_of(models, last, read_call, live, response.use),
         lambda: bool(live),
         keep_alive_s,
         {},
         dialect,
     )
-    return response
 
 
 async def rest_of(

@@ -201,6 +201,8 @@ class AnswerMemory:
             yield call
         finally:
             self._close(call)
+            # They know the call too: no garbage collection has to find that.
+            call.drop_all()
 
     def add(self, call: CallMemory, num_bytes: int) -> None:
         """Counts bytes of an open call; ends calls if there are too many."""

@@ -319,6 +319,8 @@ class Generator:
                 self._detach(live)
 
     def _detach(self, live: LiveRequest) -> None:
+        # Its events are no longer read, and the writer knows it, too.
+        live.direct = None
         if not self.durable_reads.reads_without_client(live):
             self.replicas.placements.detach(live)
             self.ledger.close(live)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_double, c_int64, c_void_p
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -456,6 +456,12 @@ def _load(path: Path | None = None) -> ctypes.CDLL:
     path = path or LIBRARY
     if not path.exists():
         raise LibraryUnavailableError(f"{path.name} was not built (it takes a C++20 compiler at installation)")
+    return _opened(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _opened(path: Path, changed_at_ns: int) -> ctypes.CDLL:
+    """The library that the file holds since that time, whose layout is compared once."""
     try:
         library = ctypes.CDLL(str(path))
         library.quire_isas.restype = c_char_p

@@ -15,7 +15,7 @@ from tests.support.killing import Outputs, Streams, until_hit
 from tests.support.models import make_model
 from tests.support.serving import Served, serving
 
-NUM_STREAMS, MAX_TOKENS = 8, 300
+NUM_STREAMS, MAX_TOKENS = 4, 240
 # One token a step, so that the trace says how many tokens were computed, and no stream runs to its end by drafts from
 # the answers of the run before.
 SETTINGS: dict[str, Any] = {
@@ -42,10 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def options(index: int) -> GenerationOptions:
     return GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
-
-
-def make_streams(**changes: Any) -> Streams:
-    return Streams(NUM_STREAMS, options_of=options, **changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +91,10 @@ def num_computed_since_attach(trace: Path) -> int:
 )
 async def test_text_is_that_of_an_undisturbed_run_and_little_is_computed_again(survivor: Traced, victim: str) -> None:
     served = survivor.served
-    undisturbed = await make_streams().read(served.client)
+    undisturbed = await Streams(NUM_STREAMS, options_of=options).read(served.client)
 
     async def disturbed() -> tuple[Outputs, int]:
-        streams = make_streams()
+        streams = Streams(NUM_STREAMS, options_of=options)
         async with streams.reading(served) as reading:
             await streams.advance(100)
             before = sum(len(each.token_ids) for each in streams)

@@ -19,7 +19,7 @@ async def survivor() -> AsyncIterator[Served]:
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def undisturbed(survivor: Served) -> Outputs:
     """The outputs of the streams if no rank dies."""
-    return await Streams(8).read(survivor.client)
+    return await Streams(4).read(survivor.client)
 
 
 async def test_streams_survive_the_loss_of_a_rank(served: Served, undisturbed: Outputs) -> None:
@@ -27,7 +27,7 @@ async def test_streams_survive_the_loss_of_a_rank(served: Served, undisturbed: O
     before = [rank.starts for rank in ranks]
 
     async def disturbed() -> Outputs:
-        streams = Streams(8)
+        streams = Streams(4)
         async with streams.reading(served) as reading:
             await streams.advance()
             await streams.kill(served, "worker-1")

@@ -16,12 +16,12 @@ from tests.support.processes import until_true
 from tests.support.two_replicas import TwoReplicas, ended, two_replicas
 
 pytestmark = pytest.mark.extended
-NUM_STREAMS = 8
+NUM_STREAMS = 4
 
 
 def options_of(index: int) -> GenerationOptions:
     return GenerationOptions(
-        temperature=float(index % 2), seed=index, n=1 + index % 4 // 3, max_tokens=800, ignore_eos=True
+        temperature=float(index % 2), seed=index, n=1 + index % 4 // 3, max_tokens=500, ignore_eos=True
     )
 
 
@@ -37,11 +37,6 @@ async def read(replicas: TwoReplicas, streams: list[Stream]) -> Outputs:
     return [(stream.outputs, stream.texts) for stream in streams]
 
 
-async def advance(streams: list[Stream], num_tokens: int = 20) -> None:
-    """Waits until each stream has `num_tokens` tokens, which are at least a block and a small part of its output."""
-    await until_true(lambda: all(len(each.token_ids) >= num_tokens for each in streams), timeout_s=100)
-
-
 @pytest_asyncio.fixture
 async def replicas(tmp_path: Path) -> AsyncIterator[TwoReplicas]:
     async with two_replicas(tmp_path, "--multi-step-ms=0") as running:
@@ -51,7 +46,7 @@ async def replicas(tmp_path: Path) -> AsyncIterator[TwoReplicas]:
 async def test_streams_of_a_drained_replica_go_on_at_the_other_one(replicas: TwoReplicas) -> None:
     streams = make_streams()
     reading = asyncio.create_task(read(replicas, streams))
-    await advance(streams)
+    await until_true(lambda: all(len(each.token_ids) >= 20 for each in streams), timeout_s=100)
     assert await asyncio.to_thread(drain, [replicas.socket("scheduler-0")]) == 0
     assert not all(stream.has_ended for stream in streams), "nothing had to move"
     # Only the other replica, which has all of it cached or not.

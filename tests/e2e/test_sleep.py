@@ -9,7 +9,7 @@ import pytest
 from quire_cli.supervisor.commands import worker_name
 from tests.support.serving import serving
 
-LONG = {"prompt": "Once upon a time", "max_tokens": 600, "ignore_eos": True, "temperature": 0, "stream": True}
+LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
 async def text_of(http: httpx.AsyncClient, body: dict, has_begun: asyncio.Event | None = None) -> str:

@@ -8,7 +8,7 @@ from tests.sim.world.tables import held_by
 from tests.sim.worlds import draw_plan, run_world
 
 
-@pytest.mark.parametrize("seed", [2000, 2002, 3001, 3002])
+@pytest.mark.parametrize("seed", [2000, 3001])
 def test_tables_are_empty_once_all_is_quiet(seed: int) -> None:
     held = dict[str, int]()
 

@@ -96,7 +96,7 @@ class Streams:
 
     def __init__(
         self,
-        num_streams: int = 12,
+        num_streams: int = 8,
         *,
         durable: bool = False,
         options_of: Callable[[int], GenerationOptions] = story_options,

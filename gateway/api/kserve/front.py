@@ -265,7 +265,7 @@ class _KServeRoutes:
         self._servicer.check_generates(**_model(request))
         asked = await _generate_message(request, self._body_limits, streams=True)
 
-        async def make() -> AsyncGenerator[bytes, None]:
+        async def make(_: StreamedResponse) -> AsyncGenerator[bytes, None]:
             async with aclosing(self._servicer.answer(asked)) as pieces:
                 async for piece in pieces:
                     yield DIALECT.event(_generated_json(piece.infer_response))

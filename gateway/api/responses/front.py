@@ -183,7 +183,7 @@ class _ResponseRoutes:
         field, number = (LAST_EVENT_ID, after.number) if isinstance(after, EventId) else ("starting_after", after)
         read = partial(self._background.events, current_caller().tenant, response_id, number, field)
         headers = {"x-request-id": response_id}
-        return StreamedResponse(read, lambda: True, self._keep_alive_s, headers, _dialect(number))
+        return StreamedResponse(lambda _: read(), lambda: True, self._keep_alive_s, headers, _dialect(number))
 
     async def retrieve(self, request: Request) -> Response:
         """A stored or a background response; with `stream=true` the events of a background response after the number

@@ -43,6 +43,7 @@ def test_without_a_library_the_reference_runs_and_one_warning_says_so(
 def refuse_here(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(library, name, value)
+        library._opened.cache_clear()
         with pytest.raises(LibraryUnavailableError, match="was built from other sources"):
             Library()
 

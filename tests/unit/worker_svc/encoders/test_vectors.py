@@ -18,6 +18,7 @@ from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, enco
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_model, make_ranking_model
+from tests.support.tiers import parametrize_in_turn
 from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
 from worker_svc.encoders.pooling import PairScores, TextVectors
@@ -170,9 +171,8 @@ def test_states_of_the_shortest_and_the_longest_text_are_those_of_transformers(f
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bits_of_a_vector_do_not_depend_on_the_other_texts(dtype: torch.dtype, family: str, tmp_path: Path) -> None:
+@parametrize_in_turn("family, dtype", FAMILIES, [(torch.bfloat16,), (torch.float32,)])
+def test_bits_of_a_vector_do_not_depend_on_the_other_texts(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {}))
     path = make_embedding_model(tmp_path, family, modules=modules)
     texts = (*TEXTS, LENGTHS[40])
