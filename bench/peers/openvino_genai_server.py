@@ -1,4 +1,5 @@
-"""OpenVINO GenAI's continuous batching on the CPU, behind a part of OpenAI's API, for `quire bench` and `quire torture`.
+"""OpenVINO GenAI's continuous batching on the CPU, behind a part of OpenAI's API that `quire bench` and `quire torture`
+call.
 
 Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an interpreter that has openvino_genai, with a
 model that `optimum-cli export openvino` wrote. With DRAFTS and NGRAM it looks up the last NGRAM tokens in the prompt,
