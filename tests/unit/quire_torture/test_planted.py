@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from quire_torture.report import script
 from quire_torture.run import Plan, Report, Torture
 from quire_torture.traffic import Call, Limits
 from tests.support.openai_stub import Defects, Stub
+from tests.support.processes import until_true
 
 MAX_REQUESTS = 2_000
 
@@ -112,3 +115,15 @@ async def test_command_tells_what_it_found_and_exits_with_1(tmp_path: Path, caps
         assert await asyncio.to_thread(main, [stub.url, *flags, "--shrink=5", f"--script={repeated}"]) == 1
     assert "lost: call" in capsys.readouterr().out
     assert "curl" in repeated.read_text()
+
+
+@pytest.mark.extended
+async def test_ctrl_c_shows_what_was_found_so_far() -> None:
+    async with Stub(Defects(drops_every=97)).listening() as stub:
+        command = [sys.executable, "-m", "quire_cli.main", "torture", stub.url, "--requests=1000000", "--questions=13"]
+        process = await asyncio.create_subprocess_exec(*command, "--max-tokens=8", stdout=asyncio.subprocess.PIPE)
+        await until_true(lambda: stub.num_answers > 300)
+        process.send_signal(signal.SIGINT)
+        output, _ = await process.communicate()
+    assert process.returncode == 130
+    assert "without faults: lost: call" in output.decode()
