@@ -56,16 +56,15 @@ class Engine:
             setattr(config, name, value)
         if self._lookup is not None:
             config.num_assistant_tokens, config.max_ngram_size = self._lookup
-        outbox = queue.Queue()
-        self._inbox.put((ids, config, outbox))
-        handle, end = outbox.get(), genai.GenerationFinishReason.NONE
+        outbox, has_left, end = queue.Queue(), threading.Event(), genai.GenerationFinishReason.NONE
+        self._inbox.put((ids, config, outbox, has_left))
         try:
             while end == genai.GenerationFinishReason.NONE:
                 output = outbox.get()
                 end = output.finish_reason
                 yield output.generated_ids, output.generated_log_probs, _ENDS.get(end)
         finally:
-            handle.cancel()
+            has_left.set()
 
     def _run(self):
         live = []
@@ -74,16 +73,16 @@ class Engine:
             while not live or not self._inbox.empty():
                 live.append(self._add(*self._inbox.get()))
             self._pipeline.step()
-            for handle, outbox in live:
+            for handle, outbox, has_left in live:
                 while handle.can_read():
                     outbox.put(*handle.read().values())
-            live = [(handle, outbox) for handle, outbox in live if not self._is_over(handle)]
+                if has_left.is_set():
+                    handle.cancel()
+            live = [each for each in live if not self._is_over(each[0])]
 
-    def _add(self, ids, config, outbox):
+    def _add(self, ids, config, outbox, has_left):
         self._num_requests += 1
-        handle = self._pipeline.add_request(self._num_requests, ids, config)
-        outbox.put(handle)
-        return handle, outbox
+        return self._pipeline.add_request(self._num_requests, ids, config), outbox, has_left
 
     @staticmethod
     def _is_over(handle):

@@ -80,6 +80,13 @@ async def test_planted_defects_are_found(defects: Defects, verdict: Verdict) -> 
     assert stub.num_answers <= MAX_REQUESTS
 
 
+async def test_a_server_that_never_answers_again_ends_the_run() -> None:
+    async with torturing(Stub(Defects(dies_at=60)), max_s=1.5, hung_s=0.5) as torture:
+        report = await asyncio.wait_for(torture.run(torture.story(with_faults=False)), 20)
+        assert report.count(Verdict.HUNG) == 8
+        assert report.seconds < 10
+
+
 @pytest.mark.extended
 async def test_story_of_a_defect_shrinks_to_a_script() -> None:
     stub = Stub(Defects(drops_every=97))
