@@ -5,7 +5,7 @@ Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an inte
 model that `optimum-cli export openvino` wrote. With DRAFTS and NGRAM it looks up the last NGRAM tokens in the prompt,
 and verifies DRAFTS tokens that followed them in a step. Prints one line when it is ready. Completions of token ids have
 `max_tokens` tokens and no text, since detokenization is not compared; completions of a text and chats have both text
-and end. What else it does not know is refused.
+and end. Other fields that change an answer are refused.
 """
 
 import contextlib
