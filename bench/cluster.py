@@ -16,6 +16,7 @@ from pathlib import Path
 from bench.serving import free_ports
 from quire.runtime import failpoint
 from quire_torture.link import Link
+from quire_torture.processes import stat_of
 
 _RESTART_S, _END_TIMEOUT_S = 0.3, 60
 _SERVICE = re.compile(r"-m\0(worker_svc|scheduler_svc|gateway)\0")
@@ -272,14 +273,8 @@ def held_by(pid: int) -> Held | None:
     except OSError:
         return None
     resident_mib = int(status.get("VmRSS", "0 kB").split()[0]) / 1024
-    zombies = sum(") Z " in _stat_of(child) for child in _children(pid))
+    zombies = sum((stat_of(child) or "-")[0] == "Z" for child in _children(pid))
     return Held(resident_mib, files, int(status["Threads"]), zombies)
-
-
-def _stat_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text()
-    return ""
 
 
 def shared_memory() -> set[str]:

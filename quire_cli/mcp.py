@@ -68,9 +68,10 @@ class McpFlags(FeedFlags):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves until stdin ends, or until Ctrl-C."""
+    """Serves until stdin ends, or until Ctrl-C. Raises QuireError if the gateway does not answer at the start."""
     flags = load_settings(McpFlags, argv, os.environ, program=PROGRAM)
     if flags.http is None:
+        _check_gateway(flags)
         make_server(flags, lambda: flags).run("stdio")
         return 0
     try:
@@ -184,11 +185,16 @@ def _waiting(replica: str, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"replica": replica, **request, "why": why}
 
 
+def _check_gateway(flags: McpFlags) -> None:
+    """Raises QuireError if the gateway does not answer, or refuses the key."""
+    with closing(read_feed(flags, flags.url)) as events:
+        next(events, None)
+
+
 def _is_open(flags: McpFlags) -> bool:
     """Whether the gateway needs no key. Raises QuireError if it does not answer."""
     try:
-        with closing(read_feed(flags, flags.url)) as events:
-            next(events, None)
+        _check_gateway(flags)
     except Unauthenticated:
         return False
     return True

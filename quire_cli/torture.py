@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,7 +15,7 @@ from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_torture.faults import Fault, command_fault, parse_fault
 from quire_torture.oracle import COMPANY, WRONG, Verdict
 from quire_torture.report import as_json, fault_table, findings, first_outputs, script, table, write, wrong_beyond
-from quire_torture.run import CannotTortureError, Plan, Report, Torture
+from quire_torture.run import CannotTortureError, Plan, Report, Step, Torture
 from quire_torture.traffic import Limits
 
 PROGRAM = "quire torture"
@@ -146,16 +146,22 @@ async def _torture(plan: Plan, flags: TortureFlags) -> int:
         if unstable:
             print(f"{len(unstable)} of {len(torture.questions)} requests have two answers without company;", end=" ")
             print("only the form of their answers is checked:", ", ".join(sorted({each.kind for each in unstable})))
-        reports = {
-            "undisturbed": torture.undisturbed,
-            "without faults": await torture.run(torture.story(with_faults=False)),
-        }
-        if plan.faults:
-            reports["with faults"] = await torture.run(torture.story(with_faults=True))
-        reports["undisturbed, after"] = await torture.run(torture.each_question(), num_streams=1)
-        _print(reports, plan)
-        if flags.out is not None:
-            write(flags.out, as_json(torture.plan, reports, torture.unsupported))
+        reports = {"undisturbed": torture.undisturbed}
+
+        async def run(name: str, story: Iterator[Step], num_streams: int | None = None) -> None:
+            reports[name] = Report()
+            await torture.run(story, num_streams, reports[name])
+
+        try:
+            await run("without faults", torture.story(with_faults=False))
+            if plan.faults:
+                await run("with faults", torture.story(with_faults=True))
+            await run("undisturbed, after", torture.each_question(), 1)
+        finally:
+            # Ctrl-C ends a run, and what it has found so far is shown.
+            _print(reports, plan)
+            if flags.out is not None:
+                write(flags.out, as_json(torture.plan, reports, torture.unsupported))
         bad = _bad(reports)
         if bad is not None and bad.count(*WRONG) and flags.shrink:
             await _shrink(torture, bad, flags)

@@ -27,11 +27,11 @@ class Process:
     @property
     def state(self) -> str | None:
         """The letter of /proc: "T" if it is stopped; None if it has ended, also if its parent has not waited for it."""
-        fields = _stat(self.pid)
+        fields = stat_of(self.pid)
         return None if fields is None or int(fields[19]) != self.started or fields[0] in "ZX" else fields[0]
 
 
-def _stat(pid: int) -> list[str] | None:
+def stat_of(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat after the name, beginning with the state."""
     with contextlib.suppress(OSError):
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
@@ -46,7 +46,7 @@ def own_processes() -> dict[int, Process]:
             if place.stat().st_uid != os.getuid():
                 continue
             command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            if (fields := _stat(int(place.name))) is not None and fields[0] not in "ZX":
+            if (fields := stat_of(int(place.name))) is not None and fields[0] not in "ZX":
                 found[int(place.name)] = Process(int(place.name), int(fields[19]), int(fields[1]), command)
     return found
 

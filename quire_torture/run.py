@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -153,6 +154,8 @@ class Torture:
         self._served_s = 0.0
         self._last_served = 0.0
         """When the last request that succeeded began."""
+        self._ends_at = math.inf
+        """When requests without output count as hung, even if the server serves no others."""
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -273,6 +276,7 @@ class Torture:
         meanwhile, if it is given."""
         report, began = report or Report(), time.monotonic()
         self._struck, self._last_output, self._striking = report.struck, {}, None
+        self._ends_at = began + self.plan.max_s + self.plan.hung_s
         turn, steps, rng = asyncio.Lock(), iter(story), Random(f"faults {self.plan.seed}")
 
         async def next_call() -> Call | None:
@@ -311,8 +315,8 @@ class Torture:
         except FailedError as error:
             report.errors[str(error)] += 1
             findings.append(Finding(Verdict.ERROR, f"{error} {error.detail}".strip()))
-        except TimeoutError:
-            findings.append(Finding(Verdict.HUNG, f"no output for {self.plan.hung_s:.0f} s of service"))
+        except TimeoutError as error:
+            findings.append(Finding(Verdict.HUNG, str(error)))
         finally:
             self._open.discard(progress)
         has_failed = answer is None
@@ -335,7 +339,8 @@ class Torture:
             self._last_output.pop(progress.caller)
 
     async def _within(self, progress: Progress) -> Answer:
-        """Raises TimeoutError if nothing comes for `hung_s` seconds in which the server serves others."""
+        """Raises TimeoutError if nothing comes for `hung_s` seconds in which the server serves others, or until that
+        long after the end of the run."""
         task = asyncio.create_task(self._server.send(progress))
         num_seen, since = -1, 0.0
         try:
@@ -343,7 +348,9 @@ class Torture:
                 if progress.num_events != num_seen:
                     num_seen, since = progress.num_events, self._served_s
                 elif self._served_s - since > self.plan.hung_s:
-                    raise TimeoutError
+                    raise TimeoutError(f"no output for {self.plan.hung_s:.0f} s of service")
+                elif time.monotonic() > self._ends_at:
+                    raise TimeoutError(f"no output {self.plan.hung_s:.0f} s after the end of the run")
             return task.result()
         finally:
             task.cancel()
@@ -382,10 +389,13 @@ class Torture:
                 await asyncio.sleep(1.0)
                 continue
             struck.acted = time.monotonic()
-            if await self._until_served(struck.acted, self.plan.max_s):
+            if await self._until_served(struck.acted, self._ends_at - struck.acted):
                 struck.served_s = time.monotonic() - struck.acted
             if fault is not NOTHING:
-                self._say(f"{fault.text}: {struck.proof}; served again after {struck.served_s or 0:.1f} s")
+                served = (
+                    "not served again" if struck.served_s is None else f"served again after {struck.served_s:.1f} s"
+                )
+                self._say(f"{fault.text}: {struck.proof}; {served}")
             return
 
     async def _until_served(self, after: float, timeout_s: float) -> bool:

@@ -1,11 +1,14 @@
-"""OpenVINO GenAI's continuous batching on the CPU, behind the part of OpenAI's API that `quire bench` calls.
+"""OpenVINO GenAI's continuous batching on the CPU, behind a part of OpenAI's API that `quire bench` and `quire torture`
+call.
 
 Called as `python openvino_genai_server.py MODEL PORT [DRAFTS NGRAM]` by an interpreter that has openvino_genai, with a
 model that `optimum-cli export openvino` wrote. With DRAFTS and NGRAM it looks up the last NGRAM tokens in the prompt,
-and verifies DRAFTS tokens that followed them in a step. Prints one line when it is ready. It takes completions of token
-ids, streamed; a chunk has no text, since detokenization is not compared.
+and verifies DRAFTS tokens that followed them in a step. Prints one line when it is ready. Completions of token ids have
+`max_tokens` tokens and no text, since detokenization is not compared; completions of a text and chats have both text
+and end. Other fields that change an answer are refused.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -18,6 +21,8 @@ import openvino
 import openvino_genai as genai
 
 MODEL_NAME = "openvino"
+_ENDS = {genai.GenerationFinishReason.STOP: "stop", genai.GenerationFinishReason.LENGTH: "length"}
+_UNKNOWN = "n", "tools", "response_format", "top_logprobs"
 
 
 class Engine:
@@ -37,15 +42,29 @@ class Engine:
         self._num_requests = 0
         threading.Thread(target=self._run, daemon=True).start()
 
-    def generate(self, token_ids, num_output_tokens, temperature, top_p):
-        """Yields the numbers of new tokens as they come."""
-        outbox = queue.Queue()
-        self._inbox.put((token_ids, num_output_tokens, temperature, top_p, outbox))
-        left = num_output_tokens
-        while left > 0:
-            num_new = outbox.get()
-            left -= num_new
-            yield num_new
+        self.tokenizer = self._pipeline.get_tokenizer()
+
+    def generate(self, prompt, **settings):
+        """Yields token ids, their log probabilities and the reason of the end, as they come; a string is encoded.
+        Cancels the request if the caller goes away."""
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt).input_ids
+        else:
+            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        config = genai.GenerationConfig()
+        for name, value in settings.items():
+            setattr(config, name, value)
+        if self._lookup is not None:
+            config.num_assistant_tokens, config.max_ngram_size = self._lookup
+        outbox, has_left, end = queue.Queue(), threading.Event(), genai.GenerationFinishReason.NONE
+        self._inbox.put((ids, config, outbox, has_left))
+        try:
+            while end == genai.GenerationFinishReason.NONE:
+                output = outbox.get()
+                end = output.finish_reason
+                yield output.generated_ids, output.generated_log_probs, _ENDS.get(end)
+        finally:
+            has_left.set()
 
     def _run(self):
         live = []
@@ -54,22 +73,16 @@ class Engine:
             while not live or not self._inbox.empty():
                 live.append(self._add(*self._inbox.get()))
             self._pipeline.step()
-            for handle, outbox in live:
+            for handle, outbox, has_left in live:
                 while handle.can_read():
-                    outbox.put(sum(len(output.generated_ids) for output in handle.read().values()))
-            live = [(handle, outbox) for handle, outbox in live if not self._is_over(handle)]
+                    outbox.put(*handle.read().values())
+                if has_left.is_set():
+                    handle.cancel()
+            live = [each for each in live if not self._is_over(each[0])]
 
-    def _add(self, token_ids, num_output_tokens, temperature, top_p, outbox):
-        config = genai.GenerationConfig()
-        config.max_new_tokens = config.min_new_tokens = num_output_tokens
-        config.ignore_eos, config.do_sample = True, temperature > 0
-        if config.do_sample:
-            config.temperature, config.top_p = temperature, top_p
-        if self._lookup is not None:
-            config.num_assistant_tokens, config.max_ngram_size = self._lookup
-        prompt = openvino.Tensor(np.array([token_ids], dtype=np.int64))
+    def _add(self, ids, config, outbox, has_left):
         self._num_requests += 1
-        return self._pipeline.add_request(self._num_requests, prompt, config), outbox
+        return self._pipeline.add_request(self._num_requests, ids, config), outbox, has_left
 
     @staticmethod
     def _is_over(handle):
@@ -86,23 +99,59 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        prompt, num_output_tokens = body["prompt"], body.get("max_tokens", 16)
-        sampling = body.get("temperature", 0.0), body.get("top_p", 1.0)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": num_output_tokens}
+        if unknown := [name for name in _UNKNOWN if name in body]:
+            self._answer({"error": {"message": f"{unknown[0]} is not supported", "code": "unsupported"}}, 400)
+            return
+        is_chat, max_tokens = "messages" in body, body.get("max_tokens", 16)
+        prompt = self.engine.tokenizer.apply_chat_template(body["messages"], True) if is_chat else body["prompt"]
+        settings = {"max_new_tokens": max_tokens, "logprobs": 1}
+        if not isinstance(prompt, str):
+            settings |= {"min_new_tokens": max_tokens, "ignore_eos": True}
+        if body.get("temperature", 0.0) > 0:
+            settings |= {"do_sample": True, "temperature": body["temperature"], "top_p": body.get("top_p", 1.0)}
+            settings |= {"rng_seed": body["seed"]} if "seed" in body else {}
+        outputs = self._choices(prompt, settings, is_chat, "logprobs" in body)
         if not body.get("stream"):
-            if isinstance(prompt, list):
-                sum(self.engine.generate(prompt, num_output_tokens, *sampling))
-            self._answer({"choices": [{"index": 0, "text": ""}], "usage": usage})
+            self._answer(self._whole(list(outputs), is_chat))
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for _ in self.engine.generate(prompt, num_output_tokens, *sampling):
-            self._event({"choices": [{"index": 0, "text": "", "finish_reason": None}]})
-        self._event({"choices": [], "usage": usage})
+        with contextlib.closing(outputs):
+            for event in outputs:
+                self._event(event)
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
+
+    def _choices(self, prompt, settings, is_chat, has_logprobs):
+        """Yields the events of a stream; the last one has the usage."""
+        decode, ids, said = self.engine.tokenizer.decode, [], ""
+        for new, logprobs, end in self.engine.generate(prompt, **settings):
+            ids += new
+            text = decode(ids) if isinstance(prompt, str) else ""
+            if end is None and text.endswith("\N{REPLACEMENT CHARACTER}"):
+                text = said
+            piece, said = text[len(said) :], text
+            choice = {
+                "index": 0,
+                "finish_reason": end,
+                **({"delta": {"content": piece}} if is_chat else {"text": piece}),
+            }
+            if has_logprobs:
+                choice["logprobs"] = {"token_logprobs": logprobs}
+            yield {"choices": [choice]}
+        prompt_ids = self.engine.tokenizer.encode(prompt).input_ids.data[0] if isinstance(prompt, str) else prompt
+        counts = {"prompt_tokens": len(prompt_ids), "completion_tokens": len(ids)}
+        yield {"choices": [], "usage": {**counts, "total_tokens": len(prompt_ids) + len(ids)}}
+
+    @staticmethod
+    def _whole(events, is_chat):
+        choices = [event["choices"][0] for event in events[:-1]]
+        text = "".join(each["delta"]["content"] if is_chat else each["text"] for each in choices)
+        content = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        choice = {"index": 0, "finish_reason": choices[-1]["finish_reason"], **content}
+        return {"choices": [choice], "usage": events[-1]["usage"]}
 
     def _event(self, content):
         self._chunk(b"data: %s\n\n" % json.dumps(content).encode())
@@ -110,9 +159,9 @@ class Handler(BaseHTTPRequestHandler):
     def _chunk(self, data):
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
-    def _answer(self, content):
+    def _answer(self, content, status=200):
         data = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -124,6 +173,11 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     # All requests of a burst connect at once; the default of 5 resets the rest.
     request_queue_size = 1024
+
+    def handle_error(self, request, client_address):
+        """A client that goes away is no error."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def main():

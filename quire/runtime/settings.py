@@ -29,7 +29,6 @@ import inspect
 import itertools
 import math
 import re
-import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -415,6 +414,8 @@ def _help_of(option: Option, reads_environ: bool) -> str:
 
 def _read_config(path: Path, options: Sequence[Option], program: str) -> dict[str, Any]:
     """The values of a file; raises ConfigurationError for a key that is no flag of the program."""
+    import tomllib  # most starts have no file, and its expressions take 2% of the start of a gateway
+
     try:
         with path.open("rb") as file:
             content = tomllib.load(file)

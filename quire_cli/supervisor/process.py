@@ -36,23 +36,23 @@ def print_error(line: str) -> None:
 
 
 class RestartBackoff:
-    """Doubles the wait with each death in a row, up to `max_s`; a life of `forgiven_after_s` resets it.
+    """Doubles the wait with each death in a row, up to `max_s`. A life as long as `max_s` resets it: starts are then no
+    more frequent than with the maximum wait, and a process that is killed in service comes back at once.
 
     A process that ended by itself, as services do on SIGTERM or when they lost a peer, did not die: it waits no longer
     than after a first death.
     """
 
-    def __init__(self, *, first_s: float = 0.1, max_s: float = 5.0, forgiven_after_s: float = 30.0) -> None:
+    def __init__(self, *, first_s: float = 0.1, max_s: float = 5.0) -> None:
         self._first_s = first_s
         self._max_s = max_s
-        self._forgiven_after_s = forgiven_after_s
         self._next_s = first_s
 
     def delay_s(self, lived_s: float, *, died: bool = True) -> float:
         """The wait after a life of `lived_s` seconds."""
         if not died:
             return self._first_s
-        if lived_s >= self._forgiven_after_s:
+        if lived_s >= self._max_s:
             self._next_s = self._first_s
         delay = self._next_s
         self._next_s = min(2 * delay, self._max_s)

@@ -17,6 +17,7 @@ class Defects:
         drops_every: Each token whose number, of all answers, is a multiple of it is not sent.
         mixes_at: The first stream from this number on gets the text of another one that runs.
         hangs_at: The first stream from this number on never ends.
+        dies_at: No answer from this number on comes.
         cuts_at: The first stream from this number on ends without an end, as if nothing had happened.
         drifts_after: Number of the answer after which all log probabilities are others.
     """
@@ -24,6 +25,7 @@ class Defects:
     drops_every: int | None = None
     mixes_at: int | None = None
     hangs_at: int | None = None
+    dies_at: int | None = None
     cuts_at: int | None = None
     drifts_after: int | None = None
 
@@ -67,6 +69,8 @@ class Stub:
 
     async def _answer(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
         self.num_answers += 1
+        if self.defects.dies_at is not None and self.num_answers >= self.defects.dies_at:
+            await asyncio.Event().wait()
         number, prompt = self.num_answers, json.dumps(body.get("prompt") or body["messages"])
         choices = [_words(prompt, index, body) for index in range(body.get("n", 1))]
         self._running[number] = choices[0]

@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from quire_torture.processes import stat_of
+
 
 async def until_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
     """Waits until `condition()` is true; TimeoutError if that takes too long."""
@@ -24,11 +26,8 @@ def wait_true(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 def is_alive(pid: int) -> bool:
     """False for a process that is gone or is a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    fields = stat_of(pid)
+    return fields is not None and fields[0] not in "ZX"
 
 
 def lines_of(file: Path) -> list[str]:

@@ -63,8 +63,9 @@ def test_mcp_refuses_flags_in_one_line(run: Run, flags: list[str], message: str)
     assert message in stderr
 
 
-def test_mcp_serves_nothing_to_callers_of_a_gateway_that_does_not_answer(run: Run) -> None:
-    status, _, stderr = run("mcp", "--http=127.0.0.1:8765", f"--address=http://{NOBODY}")
+@pytest.mark.parametrize("flags", [["--http=127.0.0.1:8765"], []])
+def test_mcp_does_not_start_without_a_gateway_that_answers(run: Run, flags: list[str]) -> None:
+    status, _, stderr = run("mcp", *flags, f"--address=http://{NOBODY}")
     assert (status, stderr.count("\n")) == (1, 1)
     assert NOBODY in stderr
 

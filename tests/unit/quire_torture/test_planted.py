@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from quire_torture.report import script
 from quire_torture.run import Plan, Report, Torture
 from quire_torture.traffic import Call, Limits
 from tests.support.openai_stub import Defects, Stub
+from tests.support.processes import until_true
 
 MAX_REQUESTS = 2_000
 
@@ -77,6 +80,13 @@ async def test_planted_defects_are_found(defects: Defects, verdict: Verdict) -> 
     assert stub.num_answers <= MAX_REQUESTS
 
 
+async def test_a_server_that_never_answers_again_ends_the_run() -> None:
+    async with torturing(Stub(Defects(dies_at=60)), max_s=1.5, hung_s=0.5) as torture:
+        report = await asyncio.wait_for(torture.run(torture.story(with_faults=False)), 20)
+        assert report.count(Verdict.HUNG) == 8
+        assert report.seconds < 10
+
+
 @pytest.mark.extended
 async def test_story_of_a_defect_shrinks_to_a_script() -> None:
     stub = Stub(Defects(drops_every=97))
@@ -112,3 +122,15 @@ async def test_command_tells_what_it_found_and_exits_with_1(tmp_path: Path, caps
         assert await asyncio.to_thread(main, [stub.url, *flags, "--shrink=5", f"--script={repeated}"]) == 1
     assert "lost: call" in capsys.readouterr().out
     assert "curl" in repeated.read_text()
+
+
+@pytest.mark.extended
+async def test_ctrl_c_shows_what_was_found_so_far() -> None:
+    async with Stub(Defects(drops_every=97)).listening() as stub:
+        command = [sys.executable, "-m", "quire_cli.main", "torture", stub.url, "--requests=1000000", "--questions=13"]
+        process = await asyncio.create_subprocess_exec(*command, "--max-tokens=8", stdout=asyncio.subprocess.PIPE)
+        await until_true(lambda: stub.num_answers > 300)
+        process.send_signal(signal.SIGINT)
+        output, _ = await process.communicate()
+    assert process.returncode == 130
+    assert "without faults: lost: call" in output.decode()
