@@ -26,10 +26,11 @@ DOCUMENTS = [
 SERVICES = (GatewaySettings, SchedulerSettings, WorkerSettings)
 # Modules that add flags by hand.
 SCRIPTS = ("bench", "tools", "examples", "assets", "tests/sim")
-# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM; protoc, up to an underscore, and buf.
+# Flags of other programs: docker, kubectl, helm, systemctl, pip, chrt, vLLM, Optimum; protoc, up to an underscore, and
+# buf.
 FOREIGN_FLAGS = {
     *("--build", "--build-arg", "--from-file", "--namespace", "--now", "--profile", "--scale", "--set", "--tag"),
-    *("--jinja", "--port"),
+    *("--jinja", "--port", "--enable-auto-tool-choice", "--enforce-eager", "--task", "--weight-format"),
     *("--delete-emptydir-data", "--force", "--from", "--grace-period", "--ignore-daemonsets", "--image", "--push"),
     *("--offline", "--rm"),
     *("--cpp", "--dart", "--go", "--go-grpc", "--grpc", "--java", "--kotlin", "--php", "--plugin", "--ruby"),
