@@ -2,7 +2,7 @@
 # grpcio 1.82.3 and 1.85.3: a name in GRPC_EXPERIMENTS that another version knew is an error that nothing silences.
 #
 # Expected: an experiment that became the rule is ignored, or GRPC_VERBOSITY=NONE, which promises no logs, hides it.
-# Seen: `event_engine_poller_for_python` is a choice up to 1.83 and unknown from 1.84 on. Then each process that makes a
+# Seen: `event_engine_poller_for_python` is a choice up to 1.82 and unknown from 1.83 on. Then each process that makes a
 # server writes two lines to stderr, one of them an error, also with GRPC_VERBOSITY=NONE. The server starts as before.
 # So a program that sets the variable for its own processes has to look at the version first.
 . "$(dirname "$0")/prelude.sh"

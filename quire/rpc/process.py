@@ -34,7 +34,7 @@ _COLLECTIONS = ("all", "dev")
 # Otherwise other threads do, which hand each message over twice more: a tenth of the processor time of a short request.
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS", "-event_engine_poller_for_python"
 # The first version without this choice, which would log an error about it in each process.
-_GRPC_WITHOUT_CHOICE = (1, 84)
+_GRPC_WITHOUT_CHOICE = (1, 83)
 # Options of mallopt(3): blocks from this size on are mapped, and free memory at the top is returned from this size on.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 18
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 8 << 20
