@@ -469,7 +469,8 @@ class CheckedScheduler(Scheduler):
         if self.batch.blocks.blank or self.config.state_blocks:
             self._check_windows()
         self.tally.planned(plan)
-        if plan is not None and plan.checkpoints and plan.max_drafts is None:
+        # The checkpoints that rows wait for take no further blocks.
+        if plan is not None and plan.step_id in self.batch.checkpoints and plan.max_drafts is None:
             self._check_room_beside_checkpoints()
         if plan is not None and self.preparations.suspect_is_next:
             self._report(AssertionError("a step is planned, and what may be deadly waits for the end of all steps"))
