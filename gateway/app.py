@@ -44,11 +44,12 @@ from gateway.vllm_metrics import VllmMetrics
 from quire.model_files.model_source import resolve_model
 from quire.rpc.address import TcpAddress, is_local
 from quire.rpc.errors import Unavailable
-from quire.rpc.process import DaemonThreads, return_freed_memory, settle_objects
+from quire.rpc.process import DaemonThreads, return_freed_memory
 from quire.rpc.server import ConnectionLimits, RpcServer
 from quire.rpc.tls import AUTHORITY_FILE, Role, ServerTls, TlsIdentity
 from quire.runtime import clock, entropy
 from quire.runtime.failpoint import failpoint
+from quire.runtime.huge_pages import start_moving_heap
 from quire.service.metrics import MetricsServer, register_process
 from quire.service.model_flag import ModelFlag
 from quire.tracing import Tracer, open_meter, open_tracer
@@ -298,7 +299,10 @@ async def serve(settings: GatewaySettings) -> None:
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
         gateway = await Gateway.start(settings, metrics)
-        settle_objects()
+        # Loaded objects live on. A garbage collection that visits them would block the event loop for about 50 ms.
+        gc.collect()
+        gc.freeze()
+        start_moving_heap()
         # A full collection visits 75 objects of each live request, which takes 0.1 s with a thousand of them, and by
         # default comes after a few hundred requests. It finds little, as a request that ends leaves no cycle.
         gc.set_threshold(*gc.get_threshold()[:2], _MIDDLE_COLLECTIONS_PER_FULL_ONE)
