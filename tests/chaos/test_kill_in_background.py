@@ -76,6 +76,7 @@ def _told(events: Sequence[Any]) -> list[tuple[int, str, str]]:
     ("shared", "victims"),
     [
         ("one gateway", ("gateway",)),
+        pytest.param("two gateways", ("gateway", "gateway-1"), marks=pytest.mark.long),
         pytest.param("two gateways", ("worker", "gateway"), marks=pytest.mark.long),
     ],
     indirect=["shared"],

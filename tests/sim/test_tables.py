@@ -8,7 +8,7 @@ from tests.sim.world.tables import held_by
 from tests.sim.worlds import draw_plan, run_world
 
 
-@pytest.mark.parametrize("seed", [2000, 3001])
+@pytest.mark.parametrize("seed", [2000, 3001, *(pytest.param(seed, marks=pytest.mark.long) for seed in (2002, 3002))])
 def test_tables_are_empty_once_all_is_quiet(seed: int) -> None:
     held = dict[str, int]()
 
