@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
@@ -72,8 +72,9 @@ class Audience:
         line = await self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the clients ended with status {await self._process.wait()}")
-        found = json.loads(line)
-        return Heard(**{**found, "ages_ms": tuple(found["ages_ms"])})
+        found: dict[str, Any] = json.loads(line)
+        found["ages_ms"] = tuple(found["ages_ms"])
+        return Heard(**found)
 
 
 @asynccontextmanager

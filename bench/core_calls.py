@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from bench.report import Series
 from bench.rule_source import constant_tokens, key_of, make_request
@@ -44,7 +45,7 @@ def _milliseconds(calls: Calls) -> float:
     return slowest * 1e3
 
 
-def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
+def _config(num_rows: int, blocks_each: int, **changes: Any) -> SchedulerConfig:
     config = SchedulerConfig(
         num_blocks=num_rows * blocks_each,
         block_size=_BLOCK_SIZE,
@@ -59,7 +60,7 @@ def _config(num_rows: int, blocks_each: int, **changes) -> SchedulerConfig:
     return replace(config, **changes)
 
 
-def _request(index: int, prompt_len: int, num_output_tokens: int = 64, **changes) -> Request:
+def _request(index: int, prompt_len: int, num_output_tokens: int = 64, **changes: Any) -> Request:
     # Prompts share nothing.
     return make_request(index, [index, *[7] * (prompt_len - 1)], num_output_tokens, **changes)
 
@@ -200,7 +201,7 @@ def _returning(num_rows: int) -> Calls:
     yield from _schedules(scheduler)
 
 
-def _long_scheduler(num_rows: int, **changes) -> Scheduler:
+def _long_scheduler(num_rows: int, **changes: Any) -> Scheduler:
     blocks_each = 8 + _LONG_PROMPT // _BLOCK_SIZE * 2 // num_rows + 1
     return Scheduler(_config(num_rows, blocks_each, max_num_batched_tokens=2048, **changes))
 

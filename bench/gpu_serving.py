@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -119,7 +119,7 @@ async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -
     """Runs all services on this machine, and one round of requests after a short warm-up round."""
     blocks = sum(-(-(len(item.prompt) + (item.output_len or 0) + 1) // _BLOCK_SIZE) for item in work)
     values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    changes = {
+    changes: dict[str, Any] = {
         "grpc_port": 0,
         "http_port": 0,
         "block_size": _BLOCK_SIZE,

@@ -146,7 +146,7 @@ async def _watch_health(address: TcpAddress, watched: Watched) -> None:
                     answer = await reader.read()
             if not answer.startswith(b"HTTP/1.1 200"):
                 watched.failures[f"/health: {answer[:100]!r}"] += 1
-        except (OSError, TimeoutError) as error:
+        except OSError as error:
             watched.failures[f"/health: {type(error).__name__} {error}"] += 1
         watched.health_s.append(time.monotonic() - started)
         await asyncio.sleep(_HEALTH_EVERY_S)

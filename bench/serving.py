@@ -40,7 +40,7 @@ def _is_ready(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
             return answer.status == 200
-    except (OSError, urllib.error.URLError):
+    except OSError:
         return False
 
 

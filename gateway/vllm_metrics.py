@@ -10,6 +10,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
+from typing import TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -22,6 +23,7 @@ from quire.model_files.progress import ASLEEP, ASLEEP_WITHOUT_WEIGHTS
 from quire.runtime import clock
 from quire.service.histograms import Distribution, histogram_family
 
+_Labels = TypeVar("_Labels", bound=tuple[str, ...])
 _LABELS = ("model_name", "engine")
 # The engine label of requests that have no replica.
 _NO_ENGINE = "none"
@@ -241,7 +243,7 @@ class _ModelMetrics:
         return family
 
     def _family(
-        self, kind: str, name: str, help_text: str, values: Mapping[tuple[str, ...], float], labels: Sequence[str] = ()
+        self, kind: str, name: str, help_text: str, values: Mapping[_Labels, float], labels: Sequence[str] = ()
     ) -> Metric:
         """A family with a series for each engine and each value of `labels`."""
         make = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}[kind]

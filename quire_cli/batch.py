@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from gateway.api.batches.runner import ANSWER_BEGIN, BatchLimits, read_lines
 from gateway.api.batches.store import COMPLETED, BatchRow, BatchStore, Line
@@ -190,7 +190,14 @@ async def _run(
     settings: BatchSettings, source: Path, lines: Sequence[Line], endpoint: str, directory: Path, output: _Output
 ) -> int:
     values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(ServeSettings)}
-    own = {"grpc_port": 0, "http_port": 0, "batch_dir": directory, "keys_files": (), "api_keys": (), "config": None}
+    own: dict[str, Any] = {
+        "grpc_port": 0,
+        "http_port": 0,
+        "batch_dir": directory,
+        "keys_files": (),
+        "api_keys": (),
+        "config": None,
+    }
     own |= {"fronts": _FRONTS, "demo": False}
     # The file is this user's own.
     own["max_batch_file_bytes"] = own["max_batch_dir_bytes"] = sys.maxsize

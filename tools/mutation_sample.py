@@ -25,10 +25,10 @@ from typing import Any
 
 import hypothesis.stateful  # noqa: F401  (imports of the tests are loaded once, before the forks)
 import pytest
-from cosmic_ray.commands.init import _all_work_items  # pyright: ignore[reportMissingImports]
-from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
-from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
-from cosmic_ray.work_item import MutationSpec  # pyright: ignore[reportMissingImports]
+from cosmic_ray.commands.init import _all_work_items
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator
+from cosmic_ray.work_item import MutationSpec
 from hypothesis import settings
 from hypothesis.internal.conjecture import engine
 

@@ -131,7 +131,7 @@ def _fields_of_gpt2(config: GPT2Config) -> dict[str, Any]:
 
 
 def _fields_of_decoder(config: DecoderConfig) -> dict[str, Any]:
-    found = {
+    found: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

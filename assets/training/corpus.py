@@ -202,8 +202,12 @@ def _word(rng: Random) -> Values:
     return {"x": word, "length": NUMBER_WORDS[len(word)], **letters}
 
 
+def _fact(facts: Sequence[tuple[str, str]]) -> Callable[[Random], Values]:
+    return lambda rng: dict(zip("xy", rng.choice(facts), strict=True))
+
+
 _VALUES: dict[str, Callable[[Random], Values]] = {
-    **{kind: lambda rng, facts=facts: dict(zip("xy", rng.choice(facts), strict=True)) for kind, facts in FACTS.items()},
+    **{kind: _fact(facts) for kind, facts in FACTS.items()},
     "addition": lambda rng: _numbers(rng.randrange(100), rng.randrange(100)),
     "subtraction": lambda rng: _numbers(*sorted((rng.randrange(100), rng.randrange(100)), reverse=True)),
     # Times tables are learnt by heart, so their wording is what is held out.

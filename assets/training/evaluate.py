@@ -42,7 +42,7 @@ class Answerer:
         """The model's answers; None if one reaches the token limit. Prompts must contain their special tokens."""
         inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         # transformers types it against a protocol that its own models do not meet.
-        output = self.model.generate(  # pyright: ignore[reportAttributeAccessIssue]
+        output = self.model.generate(  # pyrefly: ignore
             **inputs, max_new_tokens=max_tokens, do_sample=False, **TOKEN_IDS
         )
         rows: list[list[int]] = output[:, inputs["input_ids"].shape[1] :].tolist()

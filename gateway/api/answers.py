@@ -378,7 +378,7 @@ class WatchedResponse(Response):
 
     def __init__(self, headers: Mapping[str, str], dialect: Dialect) -> None:
         self.background = None
-        self._headers = headers
+        self._more_headers = headers
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -398,13 +398,13 @@ class WatchedResponse(Response):
         try:
             await self._make(send)
         except Exception as error:
-            await self._send_error(send, error_answer(error, self._headers.get("x-request-id")))
+            await self._send_error(send, error_answer(error, self._more_headers.get("x-request-id")))
 
     async def _make(self, send: Send) -> None:
         raise NotImplementedError
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
-        await send_answer(send, answer, self._headers, self._dialect)
+        await send_answer(send, answer, self._more_headers, self._dialect)
 
 
 class WholeResponse(WatchedResponse):
@@ -429,11 +429,11 @@ class WholeResponse(WatchedResponse):
                 if len(body) > _PIECE_BYTES:
                     break
             else:
-                await _start(send, 200, _json_headers(body) | dict(self._headers))
+                await _start(send, 200, _json_headers(body) | dict(self._more_headers))
                 await send({"type": "http.response.body", "body": body})
                 return
             self._has_started = True
-            await _start(send, 200, _JSON | dict(self._headers))
+            await _start(send, 200, _JSON | dict(self._more_headers))
             await _send_piece(send, body)
             turns = Turns()
             async for piece in pieces:
@@ -530,7 +530,7 @@ class StreamedResponse(WatchedResponse):
         """Sends `data`, after the headers if they were not sent."""
         async with self._lock:
             if not self._has_started:
-                await _start(send, 200, _EVENT_STREAM | dict(self._headers))
+                await _start(send, 200, _EVENT_STREAM | dict(self._more_headers))
                 self._has_started = True
             self._written_at = asyncio.get_running_loop().time()
             if not is_last and 0 < len(data) <= _PIECE_BYTES and self._parts is not None and self._parts.takes_parts:

@@ -43,7 +43,7 @@ def submit_message(
         eos_token_ids=request.eos_token_ids,
         row_sampling=_row_sampling(request) if has_drafts else request.row_sampling,
         durable=is_durable,
-        trace_context=trace and scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate),
+        trace_context=None if trace is None else _trace_message(trace),
         emitted=[_emitted_message(stream) for stream in live.sequences if stream.token_ids],
         nonce=request.nonce,
         resubmitted=is_offer or live.submissions > 1,
@@ -61,6 +61,10 @@ def submit_message(
     elif request.answer_format != PLAIN:
         submit.answer_format.CopyFrom(_format_message(request.answer_format))
     return scheduler_pb2.ConnectRequest(submit=submit)
+
+
+def _trace_message(trace: TraceContext) -> scheduler_pb2.TraceContext:
+    return scheduler_pb2.TraceContext(traceparent=trace.traceparent, tracestate=trace.tracestate)
 
 
 def _row_sampling(request: GenerationRequest) -> bytes:

@@ -139,7 +139,8 @@ class SequenceStream:
         if num_tokens != len(self.token_ids):
             raise TokenGapError(f"sequence {self.index} ended with {num_tokens} tokens, {len(self.token_ids)} came")
         self._read_pending()
-        text = self._detokenizer.push(self._withheld_token) if self._withheld_token not in (None, stop_token_id) else ""
+        withheld = self._withheld_token
+        text = "" if withheld is None or withheld == stop_token_id else self._detokenizer.push(withheld)
         stop_string = self._release_rest(text + self._detokenizer.flush())
         if stop_string is not None:
             reason, stop_token_id = FinishReason.STOP, None

@@ -167,9 +167,9 @@ def _cut(token_ids: Sequence[int], length: int, model: ServedModel, cuts_start: 
     pairs has. With `cuts_start`, the last tokens, with the special tokens in front of the text."""
     special = frozenset(model.tokenizer.special_tokens.values())
     if cuts_start:
-        front = list(takewhile(special.__contains__, token_ids))[: length - 1]
+        front = list(takewhile(lambda each: each in special, token_ids))[: length - 1]
         return [*front, *token_ids[len(token_ids) - length + len(front) :]]
-    behind = list(takewhile(special.__contains__, reversed(token_ids)))[::-1]
+    behind = list(takewhile(lambda each: each in special, reversed(token_ids)))[::-1]
     if model.pairs is not None and model.pairs.ending:
         behind = list(model.pairs.ending)
     behind = behind[-(length - 1) :]

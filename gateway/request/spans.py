@@ -14,7 +14,7 @@ from gateway.replicas.generation_request import GenerationRequest
 from gateway.replicas.live import LiveRequest
 from quire.rpc.errors import QuireError
 from quire.runtime import clock
-from quire.tracing import AttributeValue, TraceContext, Tracer
+from quire.tracing import AttributeValue, Span, TraceContext, Tracer
 
 _incoming: ContextVar[TraceContext | None] = ContextVar("trace context", default=None)
 # The codes of a gRPC server's own faults, by OpenTelemetry's conventions.
@@ -38,14 +38,16 @@ class RequestSpan:
             "gen_ai.request.model": model_name,
             "gen_ai.response.model": model_name,
         }
-        self._span = tracer and tracer.start(f"{operation} {model_name}", _incoming.get(), attributes)
+        self._span: Span | None = None
+        if tracer is not None:
+            self._span = tracer.start(f"{operation} {model_name}", _incoming.get(), attributes)
         self._started_at = clock.monotonic()
         self._live: LiveRequest | None = None
 
     @property
     def context(self) -> TraceContext | None:
         """The trace context for the scheduler, which continues the span."""
-        return self._span and self._span.context
+        return None if self._span is None else self._span.context
 
     def opened(self, live: LiveRequest) -> None:
         """Records that the request was accepted."""

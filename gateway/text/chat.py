@@ -580,8 +580,8 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    environment.globals["raise_exception"] = _raise_exception  # pyrefly: ignore[unsupported-operation]
+    environment.globals["strftime_now"] = _strftime_now  # pyrefly: ignore[unsupported-operation]
     return environment
 
 

@@ -440,7 +440,7 @@ def coded_panel_bytes(coding: Coding, in_features: int, grouping: Grouping) -> i
 def expected_layout(structs: Iterable[type[Structure]], constants: Mapping[str, int]) -> dict[str, tuple[int, str]]:
     """The layout that the library must report, by name: sizes of structs, offsets and kinds of fields, constants."""
     layout = {name: (value, "") for name, value in constants.items()}
-    kinds = {c_void_p: "p", c_int64: "q", c_double: "d"}
+    kinds: dict[object, str] = {c_void_p: "p", c_int64: "q", c_double: "d"}
     for struct in structs:
         layout[struct.__name__] = (ctypes.sizeof(struct), "")
         for name, kind, *_ in struct._fields_:

@@ -152,7 +152,7 @@ def _decode_kernel(
     row, split = place // num_splits, place % num_splits
     token, next_token = tl.load(query_start_loc + row), tl.load(query_start_loc + row + 1)
     seq_len = tl.load(seq_lens + row)
-    begin, end = _find_piece(  # pyright: ignore[reportGeneralTypeIssues]
+    begin, end = _find_piece(  # pyrefly: ignore
         seq_len, sliding_window, split, num_splits, MIN_PIECE, TILE
     )
     # One branch for both, so that the lengths are not waited for one after the other.
@@ -443,7 +443,7 @@ def _attend_to_tiles(
     for start in range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)
         loaded = load_keys_and_values(context, positions, first_seen, end, SHAPE)
-        keys, values = loaded  # pyright: ignore[reportGeneralTypeIssues]
+        keys, values = loaded
         products = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         distances = positions[None, :] - query_positions[:, None]
         scores = make_scores(scoring, products, distances)

@@ -111,7 +111,7 @@ def _rotary_key_and_cache_kernel(
     target = _slot_offsets(slot, heads, BLOCK_STRIDE, BLOCK_SIZE, HEAD_DIM)[:, None] + dims[None, :]
     if tl.program_id(1) == 0:
         cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
-        first, second = load_rotated(  # pyright: ignore[reportGeneralTypeIssues]
+        first, second = load_rotated(  # pyrefly: ignore
             key + token * key_stride, heads, dims, mask, cos_sin, HEAD_DIM
         )
         tl.store(kv_cache + target, first.to(kv_cache.dtype.element_ty), mask=mask)
@@ -183,11 +183,11 @@ def _move_blocks_kernel(
         part, layer = (line % NUM_PARTS).to(tl.int64), line // NUM_PARTS % NUM_LAYERS
         pair = line // (NUM_PARTS * NUM_LAYERS)
         source = tl.multiple_of(
-            tl.load(table + layer).to(tl.pointer_type(WORD)),  # pyright: ignore[reportArgumentType]
+            tl.load(table + layer).to(tl.pointer_type(WORD)),  # pyrefly: ignore
             ALIGNMENT,
         )
         destination = tl.multiple_of(
-            tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)),  # pyright: ignore[reportArgumentType]
+            tl.load(table + NUM_LAYERS + layer).to(tl.pointer_type(WORD)),  # pyrefly: ignore
             ALIGNMENT,
         )
         from_block = tl.load(table + 2 * NUM_LAYERS + 2 * pair)

@@ -167,7 +167,7 @@ def _product_kernel(
     is_token = tokens < num_tokens
     sums = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for turn in range(first, tl.minimum(first + turns, tl.cdiv(num_inputs, PIECES * 32))):
-        for piece in tl.static_range(PIECES):  # pyright: ignore[reportGeneralTypeIssues]
+        for piece in tl.static_range(PIECES):  # pyrefly: ignore
             begin = turn * (PIECES * 32) + piece * 32
             # Behind the last input tokens have zeros, and the last scales are read again.
             at = tl.minimum(begin, (num_inputs - 1) // 32 * 32)
@@ -177,12 +177,12 @@ def _product_kernel(
             else:
                 if piece % 2 == 0:
                     halves = tl.load(data + rows * row_bytes + turn * (PIECES * 16) + piece * 16 + inputs)
-                codes = ((halves >> (piece % 2 * 4)) & 15).to(tl.int32)
+                codes = ((halves >> (piece % 2 * 4)) & 15).to(tl.int32)  # pyrefly: ignore[unbound-name]
             if high is not None:
                 if piece % (8 // WIDTH) == 0:
                     place = (turn * PIECES + piece) * (4 * WIDTH)
                     upper = tl.load(high + rows * high_bytes + place + inputs)
-                more = (upper >> (piece % (8 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)
+                more = (upper >> (piece % (8 // WIDTH) * WIDTH)) & ((1 << WIDTH) - 1)  # pyrefly: ignore
                 codes |= more.to(tl.int32) << 4
             if KIND == "fp8":
                 # Exponent and fraction where float32 has them: 2^120 times smaller, also if there is no exponent.

@@ -76,7 +76,7 @@ def product(
     sums = torch.empty((len(lines), weight.out_features), dtype=torch.bfloat16, device=x.device)
     if sums.numel():
         codes, scales = rounded(lines)
-        sums = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        sums = torch._scaled_mm(
             codes, weight.data.t(), scale_a=scales, scale_b=weight.factors, bias=bias, out_dtype=torch.bfloat16
         )
     sums = sums.view(*x.shape[:-1], weight.out_features)

@@ -145,7 +145,7 @@ def _rotary_kernel(
     heads, dims = tl.arange(0, HEADS_PAD), tl.arange(0, HALF_PAD)
     mask = (heads < NUM_HEADS)[:, None] & (dims < HEAD_DIM // 2)[None, :]
     cos_sin = cos_sin_cache + tl.load(positions + token) * HEAD_DIM
-    first, second = load_rotated(  # pyright: ignore[reportGeneralTypeIssues]
+    first, second = load_rotated(  # pyrefly: ignore
         x + token * x_stride, heads, dims, mask, cos_sin, HEAD_DIM
     )
     target = output + (token * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]

@@ -55,8 +55,8 @@ class ThinkingState:
         if self._is_inside:
             self._num_tokens += 1
             self._recent = (*self._recent, token_id)[-len(limit.end_token_ids) :]
-            if (place := text.find(limit.end)) >= 0:
-                self._is_inside, text = False, text[place + len(limit.end) :]
+            if (end := text.find(limit.end)) >= 0:
+                self._is_inside, text = False, text[end + len(limit.end) :]
         if not self._is_inside and (place := text.find(limit.begin)) >= 0:
             self._is_inside, self._recent, text = True, (), text[place + len(limit.begin) :]
         self._tail = self._kept(text)

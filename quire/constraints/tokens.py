@@ -182,7 +182,7 @@ class Speller:
     """
 
     is_tokenizer_wrapper = True
-    bos_token_id = None
+    bos_token_id: int | None = None
 
     def __init__(
         self, tokens: Sequence[bytes], special_token_ids: Sequence[int], eos: Sequence[int], encode: Encode | None

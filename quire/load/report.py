@@ -139,7 +139,7 @@ class Report:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Reads the result of `as_json`. KeyError, TypeError or ValueError for anything else."""
-        values = {**fields, "request_rate": float(fields["request_rate"])}
+        values: dict[str, Any] = {**fields, "request_rate": float(fields["request_rate"])}
         for name in _NUMBERS:
             if not isinstance(values[name], int | float):
                 raise TypeError(f"{name} is {values[name]!r:.40}")

@@ -114,7 +114,7 @@ def _config(fields: GgufFields) -> dict[str, Any]:
         "dtype": _dtype(fields),
     }
     config = make(fields) | shared
-    architecture = ARCHITECTURES.get(config["model_type"], "")
+    architecture = ARCHITECTURES.get(str(config["model_type"]), "")
     if fields.architecture in ENCODER_CONFIGS:
         kinds = RANKERS if ranks(fields.header) else ENCODERS
         architecture = next(name for name, kind in kinds.items() if kind == config["model_type"])

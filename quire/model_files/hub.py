@@ -38,7 +38,7 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage]  # of httpx, or of httpx2
+    HTTPError,  # pyrefly: ignore  # of httpx, or of httpx2
     LocalEntryNotFoundError,
     RemoteEntryNotFoundError,
     RepositoryNotFoundError,

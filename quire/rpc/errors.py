@@ -209,7 +209,7 @@ def to_rpc_status(error: QuireError) -> grpc.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(error.retry_after_ms)
         status.details.add().Pack(retry)
-    return cast(grpc.Status, rpc_status.to_status(status))
+    return rpc_status.to_status(status)
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:

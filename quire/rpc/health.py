@@ -69,7 +69,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
                 raise Unavailable("the server shuts down", reason="SHUTTING_DOWN")
             await changed.wait()
 
-    def _status_of(self, service: str) -> _Response.ServingStatus:
+    def _status_of(self, service: str) -> _Response.ServingStatus:  # pyrefly: ignore[not-a-type]
         if service not in self._service_names:
             return _Response.SERVICE_UNKNOWN
         return _Response.SERVING if self._serving else _Response.NOT_SERVING

@@ -51,7 +51,7 @@ def begin_logging(
 def _is_no_fault_of_a_caller(record: logging.LogRecord) -> bool:
     """gRPC logs, whole and with tracebacks, names and metadata of calls that are not UTF-8, and answers to clients that
     have left: any caller could fill disks."""
-    kind = None if record.exc_info is None else record.exc_info[0]
+    kind = record.exc_info[0] if record.exc_info else None
     return kind is None or kind.__name__ not in ("UnicodeDecodeError", "ExecuteBatchError")
 
 

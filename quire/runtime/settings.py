@@ -455,7 +455,8 @@ def _as_text(value: object, source: str) -> str:
         return str(value).lower()
     if isinstance(value, str | int | float):
         return str(value)
-    kind = {dict: "a table", list: "an array"}.get(type(value), "a date or a time")
+    kinds: dict[type, str] = {dict: "a table", list: "an array"}
+    kind = kinds.get(type(value), "a date or a time")
     raise ConfigurationError(f"{source} is {kind}; expected a text, a number, true or false")
 
 

@@ -68,7 +68,7 @@ class Distribution:
         """Observes values, [n], each as often as `times`, [n], says; None is once each."""
         if times is None and isinstance(values, list) and len(values) <= _FEW:
             for value in values:
-                self.add(value)
+                self.add(value)  # pyrefly: ignore[bad-argument-type]
             return
         observed = np.asarray(values, np.float64)
         weights = None if times is None else np.asarray(times, np.float64)

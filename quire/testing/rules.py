@@ -253,11 +253,13 @@ class Received:
 
 def read_record(content: Mapping[str, Any]) -> Received:
     """A record from its JSON."""
-    messages = [
-        Message(**{**each, "tool_calls": [ToolCall(**call) for call in each["tool_calls"]]})
-        for each in content["messages"]
-    ]
-    return Received(**{**content, "messages": messages})
+    messages = [_read_message(each) for each in content["messages"]]
+    return Received(**dict[str, Any](content, messages=messages))
+
+
+def _read_message(content: Mapping[str, Any]) -> Message:
+    calls = [ToolCall(**call) for call in content["tool_calls"]]
+    return Message(**dict[str, Any](content, tool_calls=calls))
 
 
 def read_rules(content: Any) -> list[Rule]:

@@ -226,8 +226,8 @@ class Driver:
             np.array(chunks.tokens, np.int32),
             np.array(chunks.sequences, np.int32),
             prompt_tokens=known if answer is None or answer.prompt_tokens is None else answer.prompt_tokens,
-            cached_tokens=answer and answer.cached_tokens,
-            preemptions=answer and answer.preemptions,
+            cached_tokens=None if answer is None else answer.cached_tokens,
+            preemptions=None if answer is None else answer.preemptions,
             error=error,
         )
         self._record(record)

@@ -44,8 +44,8 @@ class BlockManager(BlockTables[Sequence]):
     def __init__(self, config: SchedulerConfig) -> None:
         pool, host = PrefixIndex(config.num_blocks), HostMemory(0, MoveCounts())
         super().__init__(pool, host, config.layout, config.watermark)
-        self.pool = pool
-        self.host = host
+        self.pool: PrefixIndex = pool
+        self.host: HostMemory = host
         """Keeps blocks that the pool evicts."""
         self.names = BlockNames(config.layout, config.state_blocks)
         self.config = config

@@ -37,7 +37,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
 
     def __init__(self, state: State, arrivals: Arrivals) -> None:
         super().__init__(state, state.queues)
-        self._state = state
+        self._state: State = state
         self._arrivals = arrivals
         self._num_blocks_looked_up = 0
 

@@ -346,7 +346,7 @@ class HostMemory(HostBlocks):
     def __init__(self, num_blocks: int, counts: MoveCounts, *, caches: bool = False) -> None:
         pool = PrefixIndex(num_blocks)
         super().__init__(pool)
-        self.pool = pool
+        self.pool: PrefixIndex = pool
         self.caches = caches and num_blocks > 0
         self.log: CacheLog | None = None
         self.counts = counts

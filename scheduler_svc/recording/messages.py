@@ -164,7 +164,9 @@ def request_of(submit: recording_pb2.RecordedSubmit) -> Request:
         ),
         stop_token_ids=frozenset(submit.stop_token_ids),
         emitted=[EmittedSequence(tokens_of(each.token_ids), each.has_ended) for each in submit.emitted],
-        beam=beams and BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
+        beam=None
+        if beams is None
+        else BeamParameters(beams.width, beams.length_penalty, EarlyStopping[beams.early_stopping]),
         adapter=adapter_of(submit.adapter_digest),
         source=KvSource() if submit.has_kv_source else None,
         replaces=Handle(submit.replaced_handle) if submit.HasField("replaced_handle") else None,

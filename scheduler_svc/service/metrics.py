@@ -6,6 +6,7 @@ is a new one here: its time in the queue begins with its submission, and its ear
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -22,6 +23,7 @@ from scheduler_svc.core.sequence import SequenceGroup
 from scheduler_svc.core.step import ClientEvents, RequestEnd, RequestFailure, StepPlan
 from scheduler_svc.service.requests import Requests
 
+_Labels = TypeVar("_Labels", bound=tuple[str, ...])
 _PREFIX = "quire_scheduler_"
 # Each tenant has these series, so there are few buckets.
 _TENANT_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -300,7 +302,7 @@ def _counter(name: str, help_text: str, value: float) -> Metric:
     return CounterMetricFamily(_PREFIX + name, help_text, value)
 
 
-def _counters(name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]) -> Metric:
+def _counters(name: str, help_text: str, labels: Sequence[str], values: Mapping[_Labels, float]) -> Metric:
     family = CounterMetricFamily(_PREFIX + name, help_text, labels=labels)
     for each, value in values.items():
         family.add_metric(each, value)

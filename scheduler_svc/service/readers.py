@@ -182,7 +182,7 @@ class Delivery:
         """The events of each stream, under its handles."""
         parts: dict[Connection, ClientEvents] = {}
         readers = list(map(self.readers.get, events.handles))
-        if len(connections := {reader and reader.connection for reader in readers}) == 1:
+        if len(connections := {None if reader is None else reader.connection for reader in readers}) == 1:
             (connection,) = connections
             if connection is not None:
                 # Most steps belong to one gateway: its part is made of whole columns.

@@ -34,7 +34,7 @@ from tests.support.serving import Served, serving
 from tests.support.worker_client import StepClient, attach_request, make_assign, make_batch, worker_stub
 from tests.support.worker_server import running_worker
 
-varint: Callable[[int], bytes] = encoder._VarintBytes  # pyright: ignore[reportAttributeAccessIssue]
+varint: Callable[[int], bytes] = encoder._VarintBytes  # pyrefly: ignore
 _WIRE_FORMATS = {FieldDescriptor.CPPTYPE_FLOAT: (5, "<f"), FieldDescriptor.CPPTYPE_DOUBLE: (1, "<d")}
 _NUMBERS = (0.0, -0.0, 0.5, 1.0, -1.0, 2.0, 1e-30, 1e30, float("nan"), float("inf"), float("-inf"))
 _TEXTS = ("", "hello", "quire-tiny", "user", "\0", "é" * 40, "\U0001f40d\u202e", " " * 300, "{}", "a" * 5000)

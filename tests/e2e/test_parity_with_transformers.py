@@ -59,9 +59,10 @@ def make_prompts(count: int, max_length: int = 99) -> list[list[int]]:
     return firsts + [[*first, rng.randrange(3, VOCAB_SIZE)] for first in firsts]
 
 
-async def ask(served: Served, prompts: list[list[int]], max_tokens: int, **options: float) -> list[list[int]]:
+async def ask(served: Served, prompts: list[list[int]], max_tokens: int, **options: Any) -> list[list[int]]:
     """The output of each prompt; all are sent at once."""
-    asked = GenerationOptions(**{"max_tokens": max_tokens, "ignore_eos": True, **options})
+    fields: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, **options}
+    asked = GenerationOptions(**fields)
     generations = await served.together(served.client.generate(prompt, asked) for prompt in prompts)
     return [list(generation.sequences[0].token_ids) for generation in generations]
 
@@ -84,7 +85,7 @@ async def check_beams(served: Served, model: PreTrainedModel, prompts: Sequence[
     answers = await served.together(served.client.generate(list(prompt), SEARCH) for prompt in prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
-            expected = model.generate(  # pyright: ignore[reportCallIssue]
+            expected = model.generate(  # pyrefly: ignore
                 torch.tensor([list(prompt)]),
                 num_beams=4,
                 num_return_sequences=4,
@@ -171,7 +172,7 @@ async def test_two_ranks_say_what_transformers_says_while_blocks_run_out(
     name: str, num_threads: int, tmp_path: Path
 ) -> None:
     model = make_model(tmp_path, name)
-    settings = {**TWO_RANKS, "num_gpu_blocks": BLOCKS.get(name, TWO_RANKS["num_gpu_blocks"])}
+    settings: dict[str, Any] = {**TWO_RANKS, "num_gpu_blocks": BLOCKS.get(name, TWO_RANKS["num_gpu_blocks"])}
     async with serving(model=str(tmp_path), dtype="float32", num_threads=num_threads, **settings) as served:
         await check_greedy(served, model, make_prompts(24, max_length=70), 24)
         state = await served.state()

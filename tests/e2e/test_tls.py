@@ -37,7 +37,7 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
         async with openai.AsyncOpenAI(
             base_url=f"https://localhost:{port}/v1",
             api_key="x",
-            http_client=http,  # pyright: ignore[reportArgumentType]
+            http_client=http,  # pyrefly: ignore
         ) as client:
             completion = await client.completions.create(
                 model="quire-tiny", prompt=QUESTION, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}

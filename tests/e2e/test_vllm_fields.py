@@ -45,7 +45,7 @@ async def test_the_reasoning_ends_at_its_budget_and_named_tokens_are_reported():
         assert list(named.top_logprobs[0])[:3] == list(top[0])[2::-1]
         assert {text: top[0][text] for text in named.top_logprobs[0]} == named.top_logprobs[0]
 
-        for fields, param in [
+        cases: list[tuple[dict[str, Any], str]] = [
             ({"thinking_token_budget": -2}, "thinking_token_budget"),
             ({"thinking_token_budget": 1, "allowed_token_ids": [5]}, "allowed_token_ids"),
             ({"thinking_token_budget": 1, "bad_words": ["</think>", "</"]}, "bad_words"),
@@ -54,7 +54,8 @@ async def test_the_reasoning_ends_at_its_budget_and_named_tokens_are_reported():
             ({"logprobs": 1, "logprob_token_ids": list(range(21))}, "logprob_token_ids"),
             ({"logprobs": 1, "logprob_token_ids": [1], "use_beam_search": True, "seed": None}, "logprob_token_ids"),
             ({"logprobs": 1, "logprob_token_ids": [1], "echo": True, "max_tokens": 0}, "logprob_token_ids"),
-        ]:
+        ]
+        for fields, param in cases:
             with pytest.raises(BadRequestError) as refused:
                 await complete(**fields)
             assert refused.value.param == param, fields

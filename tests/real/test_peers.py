@@ -93,7 +93,7 @@ async def test_the_tests_of_a_peer_pass_but_for_the_listed_differences(peer, mod
     table = TABLES[peer]
     files = {name: run.get("differs", {}) for name, run in table["runs"].items() if run["model"] == model}
     directory = resolve_model(None) if model == "quire-tiny" else real_model(model)
-    settings = {} if model == "quire-tiny" else {"model": str(directory), "max_model_len": 2048}
+    settings: dict[str, Any] = {} if model == "quire-tiny" else {"model": str(directory), "max_model_len": 2048}
     async with serving(dtype="float32", served_model_aliases=tuple(table["models"]), **settings) as served:
         url = f"http://{served.server.http_address}"
         outcomes = await asyncio.to_thread(outcomes_of, peer, [*files], url, directory, tmp_path / "report")

@@ -11,7 +11,7 @@ cd "$(dirname "$0")/../.."
 for sanitizers in ${SANITIZERS:-address,undefined thread}; do
   build=build/sanitizers-${sanitizers/,/-}
   cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE="$(realpath -s "$python")" \
-    -DQUIRE_SANITIZE="$sanitizers" -DQUIRE_ISAS="${ISAS:-avx512_bf16;avx2}" >/dev/null
+    -DQUIRE_SANITIZE="$sanitizers" -DQUIRE_WARNINGS=ON -DQUIRE_ISAS="${ISAS:-avx512_bf16;avx2}" >/dev/null
   cmake --build "$build" --target quire_cpu --parallel "$(nproc)"
   # AddressSanitizer intercepts torch's C++ exceptions, which takes libstdc++ from the start.
   runtimes="$(g++ -print-file-name="lib${sanitizers:0:1}san.so") $(g++ -print-file-name=libstdc++.so.6)"

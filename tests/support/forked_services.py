@@ -161,7 +161,7 @@ def run_to_its_end() -> NoReturn:
     except SystemExit as end:
         status = end.code
     assert status is None or isinstance(status, int)
-    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    threading._shutdown()  # pyrefly: ignore
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

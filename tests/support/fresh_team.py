@@ -17,7 +17,7 @@ def main() -> None:
     own = os.sched_getaffinity
     first, second, *_ = sorted(own(0))
     # The worker sees three processors, also where the machine has two.
-    os.sched_getaffinity = lambda _: [first, second, second]
+    os.sched_getaffinity = lambda _: [first, second, second]  # pyrefly: ignore[bad-assignment]
     with placed_threads(WorkerSettings(device="cpu", num_threads=max(_TEAMS))):
         import torch
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import grpc.aio
 import httpx
@@ -52,7 +53,12 @@ async def running_gateway(
     """Runs a gateway, connected to its schedulers, until the block ends. `settings` have the addresses of real
     schedulers, to which it may not be connected yet. `resolver` gives addresses of names."""
     addresses = tuple(scheduler.address for scheduler in schedulers)
-    values = {"grpc_port": 0, "http_port": 0, "schedulers": addresses, "drain_timeout": 0.0} | with_models(settings)
+    values: dict[str, Any] = {
+        "grpc_port": 0,
+        "http_port": 0,
+        "schedulers": addresses,
+        "drain_timeout": 0.0,
+    } | with_models(settings)
     gateway = await Gateway.start(GatewaySettings(**values), resolver=resolver)
     serving = asyncio.create_task(gateway.run())
     channel = grpc.aio.insecure_channel(gateway.grpc_address)
@@ -81,7 +87,7 @@ async def running_gateway(
 
 def stream_request(text: str | None = "hello", *, max_tokens: int | None = 8, **fields):
     """A GenerateStreamRequest."""
-    request = generation_pb2.GenerateStreamRequest(**({} if text is None else {"text": text}), **fields)
+    request = generation_pb2.GenerateStreamRequest(text=text, **fields)
     if max_tokens is not None:
         request.stopping.max_tokens = max_tokens
     return request

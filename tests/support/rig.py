@@ -57,8 +57,9 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def running_rig(directory: Path, **settings: Any) -> AsyncIterator[Rig]:
-    settings = {"model": str(write_chat_model(directory / "model")), "served_model_name": "quire-tiny"} | settings
+async def running_rig(directory: Path, **changes: Any) -> AsyncIterator[Rig]:
+    settings: dict[str, Any] = {"model": str(write_chat_model(directory / "model")), "served_model_name": "quire-tiny"}
+    settings |= changes
     async with (
         FakeScheduler() as scheduler,
         running_gateway(scheduler, max_stored_response_bytes=1 << 20, **settings) as gateway,

@@ -27,7 +27,12 @@ async def scheduler_task(
     """Runs the service on a unix socket, or at `listen`, until the block ends. Yields a connected stub, and the
     service's task, which may end by itself."""
     address = settings.get("listen", f"unix:{socket}")
-    values = {"listen": address, "workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"} | settings
+    values: dict[str, Any] = {
+        "listen": address,
+        "workers": (worker,),
+        "drain_timeout": 0.0,
+        "log_level": "warning",
+    } | settings
     task = asyncio.create_task(serve(SchedulerSettings(**values)))
     channel = open_channel(address)
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)

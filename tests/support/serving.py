@@ -97,7 +97,13 @@ async def serving(
     A worker has one thread unless `settings` say otherwise: several tests run at once, and the threads of a small
     model mostly wait for each other.
     """
-    own = {"grpc_port": 0, "http_port": 0, "num_threads": 1, "log_level": "warning", "drain_timeout": 5.0}
+    own: dict[str, Any] = {
+        "grpc_port": 0,
+        "http_port": 0,
+        "num_threads": 1,
+        "log_level": "warning",
+        "drain_timeout": 5.0,
+    }
     values = own | with_models(settings)
     async with LocalServer(ServeSettings(**values), programs=programs or forked_programs()) as server:
         await server.wait_ready()

@@ -36,7 +36,7 @@ class KernelDevice(Protocol):
 class Interpreter:
     """A process in which Triton interprets kernels on the CPU, with numpy, which cannot multiply bfloat16."""
 
-    dot_dtypes = (torch.float32, torch.float16)
+    dot_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -52,7 +52,7 @@ class Interpreter:
 
 
 class Gpu:
-    dot_dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    dot_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16, torch.bfloat16)
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
         outcome = _call(function, move(arguments, "cuda"), move(options, "cuda"))
@@ -96,7 +96,7 @@ def _look_for_builtins_once() -> None:
             if core.is_builtin(member):
                 interpreter._patch_attr(package, name, member, builder, scope)
 
-    interpreter._patch_builtin = replace_builtins
+    interpreter._patch_builtin = replace_builtins  # pyrefly: ignore[bad-assignment]
 
 
 def _call(function: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Outcome:

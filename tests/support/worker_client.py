@@ -44,9 +44,10 @@ class StepClient:
         self.attached = response.attached
         return response.attached
 
-    def step(self, **fields: object) -> worker_pb2.StepRequest:
+    def step(self, **fields: Any) -> worker_pb2.StepRequest:
         """The next step of this session, with these fields."""
-        step = worker_pb2.StepRequest(**{"step_id": self._next_step_id, **fields})
+        with_id: dict[str, Any] = {"step_id": self._next_step_id, **fields}
+        step = worker_pb2.StepRequest(**with_id)
         step.scheduler_epoch = step.scheduler_epoch or self.attached.scheduler_epoch
         step.worker_generation = step.worker_generation or self.info.worker_generation
         self._next_step_id = step.step_id + 1

@@ -11,7 +11,6 @@ from worker_svc.layers.experts import MERGED_GATE_UP_DOWN
 from worker_svc.models.base import ConfigFields
 from worker_svc.models.decoder import DecoderConfig
 from worker_svc.models.family_parts import (
-    BIASES,
     HEAD_NORMS,
     LAYER_NORMS,
     NO_BIASES,
@@ -20,6 +19,7 @@ from worker_svc.models.family_parts import (
     WITHOUT_GATE,
     Families,
     Values,
+    all_biases,
     all_but_last_of,
     flag,
     if_flag,
@@ -268,7 +268,7 @@ DENSE.add(
     "Starcoder2ForCausalLM",
     {"hidden_act": _GELU},
     fixed=NO_BIASES,
-    **dict.fromkeys(BIASES, flag("use_bias", True)),
+    **all_biases(flag("use_bias", True)),
     **LAYER_NORMS,
     norm_eps=number("norm_epsilon", 1e-5),
     mlp_names=("c_fc", "c_proj"),
@@ -292,7 +292,7 @@ DENSE.add(
 )
 
 # A rotation that turns neighbours.
-DENSE.add("Ernie4_5ForCausalLM", fixed=NO_BIASES, **dict.fromkeys(BIASES, flag("use_bias")), rotates_neighbours=True)
+DENSE.add("Ernie4_5ForCausalLM", fixed=NO_BIASES, **all_biases(flag("use_bias")), rotates_neighbours=True)
 
 
 def _ntk_rope(_: ConfigFields, config: DecoderConfig) -> RopeConfig:

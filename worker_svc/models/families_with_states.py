@@ -380,23 +380,22 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
         if num_heads % num_groups:
             raise fields.error("mamba_n_groups", num_groups, f"a divisor of the {num_heads} heads")
         read = {name: part(given, config) if callable(part) else part for name, part in parts.items()}
-        return Mamba2Config(
-            **{
-                "module": "mamba",
-                "num_heads": num_heads,
-                "head_dim": head_dim,
-                "num_groups": num_groups,
-                "state_dim": given.integer("mamba_d_state"),
-                "num_taps": given.integer("mamba_d_conv", 4, minimum=2),
-                "activation": config.activation,
-                "norm_eps": config.norm_eps,
-                "taps_bias": given.flag("mamba_conv_bias", True),
-                "bias": given.flag("mamba_proj_bias", False),
-                "norm_group": inner // num_groups if given.flag("mamba_rms_norm", True) else None,
-                **step_limits(given, "time_step_limit"),
-                **read,
-            }
-        )
+        sizes: dict[str, Any] = {
+            "module": "mamba",
+            "num_heads": num_heads,
+            "head_dim": head_dim,
+            "num_groups": num_groups,
+            "state_dim": given.integer("mamba_d_state"),
+            "num_taps": given.integer("mamba_d_conv", 4, minimum=2),
+            "activation": config.activation,
+            "norm_eps": config.norm_eps,
+            "taps_bias": given.flag("mamba_conv_bias", True),
+            "bias": given.flag("mamba_proj_bias", False),
+            "norm_group": inner // num_groups if given.flag("mamba_rms_norm", True) else None,
+            **step_limits(given, "time_step_limit"),
+            **read,
+        }
+        return Mamba2Config(**sizes)
 
     return read
 
@@ -577,19 +576,18 @@ def mamba(module: str, names: Sequence[str], **parts: Any) -> Any:
     def read(fields: ConfigFields, config: DecoderConfig) -> MambaConfig:
         is_auto = fields.values.get(rank, "auto") == "auto"
         read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
-        return MambaConfig(
-            **{
-                "module": module,
-                "state_dim": fields.integer(state_dim, 16),
-                "step_rank": -(-config.hidden_size // 16) if is_auto else fields.integer(rank),
-                "num_taps": fields.integer(taps, 4, minimum=2),
-                "activation": config.activation,
-                "norm_eps": config.norm_eps,
-                "taps_bias": fields.flag(taps_bias, True),
-                "bias": fields.flag(bias, False),
-                **read,
-            }
-        )
+        sizes: dict[str, Any] = {
+            "module": module,
+            "state_dim": fields.integer(state_dim, 16),
+            "step_rank": -(-config.hidden_size // 16) if is_auto else fields.integer(rank),
+            "num_taps": fields.integer(taps, 4, minimum=2),
+            "activation": config.activation,
+            "norm_eps": config.norm_eps,
+            "taps_bias": fields.flag(taps_bias, True),
+            "bias": fields.flag(bias, False),
+            **read,
+        }
+        return MambaConfig(**sizes)
 
     return read
 

@@ -86,6 +86,11 @@ def flag(name: str, default: bool = False) -> Reader:
     return lambda fields, _: fields.flag(name, default)
 
 
+def all_biases(part: Reader) -> dict[str, Any]:
+    """The parts for biases, each read by `part`."""
+    return dict.fromkeys(BIASES, part)
+
+
 def if_flag(name: str, part: object) -> Reader:
     """`part` if the field is true; None if it is false or missing."""
     return lambda fields, _: part if fields.flag(name, False) else None
@@ -230,7 +235,8 @@ def experts(
         if num_chosen > number:
             raise fields.error(chosen, num_chosen, f"at most {number}, the number of experts")
         read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
-        return ExpertsConfig(**{"inner_size": config.intermediate_size, **read}, count=number, num_chosen=num_chosen)
+        sizes: dict[str, Any] = {"inner_size": config.intermediate_size, **read}
+        return ExpertsConfig(**sizes, count=number, num_chosen=num_chosen)
 
     return read
 
@@ -239,7 +245,7 @@ def mixtral_experts(
     default_count: int | None, default_chosen: int, count: str | tuple[str, str] = "num_local_experts", **parts: Any
 ) -> Reader:
     """Experts by Mixtral's names."""
-    named = {"module": "block_sparse_moe", "names": ("w1", "w3", "w2"), "normalized": True, **parts}
+    named: dict[str, Any] = {"module": "block_sparse_moe", "names": ("w1", "w3", "w2"), "normalized": True, **parts}
     return experts(count, default_count, default_chosen=default_chosen, **named)
 
 
@@ -254,7 +260,12 @@ def qwen_experts(**parts: Any) -> Reader:
 
     # transformers 5 writes Qwen3's number by Mixtral's name.
     count = ("num_local_experts", "num_experts")
-    named = {"inner_size": MOE_WIDTH, "normalized": flag("norm_topk_prob"), "dense_layers": dense_layers, **parts}
+    named: dict[str, Any] = {
+        "inner_size": MOE_WIDTH,
+        "normalized": flag("norm_topk_prob"),
+        "dense_layers": dense_layers,
+        **parts,
+    }
 
     def read(fields: ConfigFields, config: DecoderConfig) -> ExpertsConfig | None:
         return experts(count, **named)(fields, config) if fields.integer(_given(fields, count), minimum=0) else None

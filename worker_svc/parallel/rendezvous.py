@@ -90,7 +90,7 @@ def rendezvous(
         backend = backend_for(device)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience.rendezvous)
         memory = share_memory(store, rank, size) if device.type == "cpu" else None
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         _leave(
             f"not all of the {size} ranks came to --tensor-parallel-address {settings.tensor_parallel_address}: {error}"
         )

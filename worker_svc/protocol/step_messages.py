@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -394,7 +395,8 @@ def info_message(info: WorkerInfo) -> worker_pb2.WorkerInfo:
 
 
 def _pool_message(pool: PoolGeometry) -> worker_pb2.KvPoolGeometry:
-    values, groups = asdict(pool), pool.groups
+    values: dict[str, Any] = asdict(pool)
+    groups = pool.groups
     del values["groups"]
     return worker_pb2.KvPoolGeometry(
         **values, full_groups=groups.num_full, windowed_groups=groups.num_windowed, window=groups.window

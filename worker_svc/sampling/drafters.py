@@ -197,6 +197,7 @@ class Drafter(Protocol):
 
     def add_output(self, text: RowText, num_prompt_tokens: int) -> None:
         """The row ends with this text, or is preempted."""
+        return
 
 
 class PredictionDrafter(Drafter):

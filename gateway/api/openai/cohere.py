@@ -61,7 +61,7 @@ class Meta(TypedDict):
 class Embedded(TypedDict):
     id: str
     response_type: Literal["embeddings_by_type"]
-    embeddings: dict[NumberFormat, Iterable[list[float] | list[int] | str]]
+    embeddings: Mapping[NumberFormat, Iterable[list[float] | list[int] | str]]
     texts: list[str]
     meta: Meta
 
@@ -102,14 +102,16 @@ class EmbedCall(VectorsCall[EmbedBody]):
         names = super().names(position)
         return Names({**names.begins, "dimensions": "output_dimension"})
 
+    def _types(self) -> Iterable[NumberFormat]:
+        return dict.fromkeys(self.body.embedding_types) if self.body.embedding_types else ("float",)
+
     def answer(self, results: Sequence[Result]) -> Mapping[str, Any]:
         found = Vectors.of(self.model, results, self.body.output_dimension)
         answer: Embedded = {
             "id": self.id,
             "response_type": "embeddings_by_type",
             "embeddings": {
-                each: LazyList(lambda write=_WRITERS[each]: map(write, found.vectors))
-                for each in dict.fromkeys(self.body.embedding_types or ("float",))
+                each: LazyList(lambda write=_WRITERS[each]: map(write, found.vectors)) for each in self._types()
             },
             "texts": self.body.texts,
             "meta": meta_of({"input_tokens": sum(found.num_tokens)}),

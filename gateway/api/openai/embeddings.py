@@ -157,4 +157,4 @@ def _texts(body: EmbeddingsBody) -> list[str] | list[list[int]]:
     assert given is not None
     if isinstance(given, str):
         return [given]
-    return [cast(list[int], given)] if isinstance(given[0], int) else cast(list[str] | list[list[int]], given)
+    return [given] if isinstance(given[0], int) else given

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NotRequired, TypeVar, cast
+from typing import Any, ClassVar, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -173,4 +173,4 @@ def _text_of(document: str | TextDocument) -> str:
 
 
 def _as_list(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else cast(list[str], texts)
+    return [texts] if isinstance(texts, str) else texts

@@ -387,8 +387,7 @@ def completion_prompts(body: CompletionBody) -> list[Prompt]:
         return [TextPrompt(prompt, add_special_tokens)]
     if not prompt or isinstance(prompt[0], int):
         return [TokenPrompt(cast(list[int], prompt))]
-    prompts = cast(list[str] | list[list[int]], prompt)
-    return [TextPrompt(each, add_special_tokens) if isinstance(each, str) else TokenPrompt(each) for each in prompts]
+    return [TextPrompt(each, add_special_tokens) if isinstance(each, str) else TokenPrompt(each) for each in prompt]
 
 
 def chat_options(body: ChatBody, request_id: str) -> RequestOptions:

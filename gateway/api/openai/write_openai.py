@@ -162,7 +162,9 @@ def completion_logprobs(*parts: LogprobsPart) -> answers.CompletionLogprobs:
     return {
         "tokens": LazyList(lambda: chain.from_iterable(each.keys(ids) for each, ids, _ in parts)),
         "token_logprobs": LazyList(
-            lambda: (entry and finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries)
+            lambda: (
+                entry if entry is None else finite(entry.chosen.logprob) for _, _, entries in parts for entry in entries
+            )
         ),
         "top_logprobs": LazyList(lambda: (each.top(entry) for each, _, entries in parts for entry in entries)),
         "text_offset": LazyList(lambda: chain.from_iterable(each.offsets(ids) for each, ids, _ in parts)),

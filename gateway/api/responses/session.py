@@ -266,8 +266,8 @@ class ResponseSession:
         """Sends an error; `dialect` is that of the stream if it has begun."""
         answer = error_answer(error)
         say = OPENAI.error if dialect is None else dialect.error_event or dialect.error
-        event = {**say(answer), "type": "error", "status": answer.status}
-        detail = dict(event["error"])
+        event: dict[str, Any] = {**say(answer), "type": "error", "status": answer.status}
+        detail: dict[str, Any] = dict(event["error"])
         if answer.param == "previous_response_id" and answer.code == "response_not_found":
             # The name by which clients of OpenAI's WebSockets know that they must send the whole conversation.
             detail["code"] = "previous_response_not_found"

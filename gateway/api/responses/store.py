@@ -213,7 +213,7 @@ def _items_of(
     response_id: str, response: StoredResponse, asked: Collection[str]
 ) -> dict[str, tuple[dict[str, Any], int]]:
     """The requested items of a response's input and output, with their sizes."""
-    items = [*input_items(response_id, response.asked), *from_json(response.body)["output"]]
+    items: list[Any] = [*input_items(response_id, response.asked), *from_json(response.body)["output"]]
     return {item["id"]: (item, len(as_json(item))) for item in items if item["id"] in asked}
 
 

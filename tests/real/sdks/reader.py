@@ -17,7 +17,7 @@ def openai(url: str, extra: Any) -> Iterable[str]:
 
 
 def langchain(url: str, extra: Any) -> Iterable[str]:
-    from langchain_openai import ChatOpenAI  # pyright: ignore[reportMissingImports]
+    from langchain_openai import ChatOpenAI
 
     model: Any = ChatOpenAI(
         model="quire-tiny", base_url=url, api_key="-", max_retries=0, max_tokens=4, extra_body=extra
@@ -26,7 +26,7 @@ def langchain(url: str, extra: Any) -> Iterable[str]:
 
 
 def litellm(url: str, extra: Any) -> Iterable[str]:
-    from litellm import completion  # pyright: ignore[reportMissingImports]
+    from litellm import completion
 
     stream: Any = completion(
         "openai/quire-tiny", MESSAGES, api_base=url, api_key="-", max_tokens=4, stream=True, extra_body=extra
@@ -35,9 +35,9 @@ def litellm(url: str, extra: Any) -> Iterable[str]:
 
 
 def pydantic_ai(url: str, extra: Any) -> Iterable[str]:
-    from pydantic_ai import Agent  # pyright: ignore[reportMissingImports]
-    from pydantic_ai.models.openai import OpenAIChatModel  # pyright: ignore[reportMissingImports]
-    from pydantic_ai.providers.openai import OpenAIProvider  # pyright: ignore[reportMissingImports]
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
 
     model: Any = OpenAIChatModel("quire-tiny", provider=OpenAIProvider(base_url=url, api_key="-"))
     agent: Any = Agent(model, model_settings={"max_tokens": 4, "extra_body": extra})

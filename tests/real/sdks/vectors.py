@@ -9,7 +9,7 @@ QUERY, DOCUMENTS = "cat", ["the", "a dog", "small blue hat"]
 
 
 def langchain(url: str, ranking_url: str) -> Any:
-    from langchain_openai import OpenAIEmbeddings  # pyright: ignore[reportMissingImports]
+    from langchain_openai import OpenAIEmbeddings
 
     # Else it sends the token ids of a model of OpenAI, for which it downloads a vocabulary.
     model: Any = OpenAIEmbeddings(
@@ -19,9 +19,9 @@ def langchain(url: str, ranking_url: str) -> Any:
 
 
 def haystack(url: str, ranking_url: str) -> Any:
-    from haystack import Document  # pyright: ignore[reportMissingImports]
-    from haystack.components.embedders import OpenAIDocumentEmbedder  # pyright: ignore[reportMissingImports]
-    from haystack.utils import Secret  # pyright: ignore[reportMissingImports]
+    from haystack import Document
+    from haystack.components.embedders import OpenAIDocumentEmbedder
+    from haystack.utils import Secret
 
     key = Secret.from_token("-")
     model: Any = OpenAIDocumentEmbedder(model="tiny", api_base_url=f"{url}/v1", api_key=key, progress_bar=False)
@@ -30,7 +30,7 @@ def haystack(url: str, ranking_url: str) -> Any:
 
 
 def litellm(url: str, ranking_url: str) -> Any:
-    from litellm import embedding, rerank  # pyright: ignore[reportMissingImports]
+    from litellm import embedding, rerank
 
     vectors: Any = embedding("openai/tiny", TEXTS, api_base=f"{url}/v1", api_key="-")
     found = {"vectors": [each["embedding"] for each in vectors.data]}
@@ -45,7 +45,7 @@ def litellm(url: str, ranking_url: str) -> Any:
 
 
 def cohere(url: str, ranking_url: str) -> Any:
-    from cohere import ClientV2  # pyright: ignore[reportMissingImports]
+    from cohere import ClientV2  # pyrefly: ignore
 
     ranks: Any = ClientV2(api_key="-", base_url=ranking_url).rerank(
         model="ranker", query=QUERY, documents=DOCUMENTS, top_n=2

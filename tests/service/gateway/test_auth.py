@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import grpc
 import pytest
@@ -43,7 +44,7 @@ class Holder:
 
     async def ask(self, text="hello", **fields) -> Answer:
         """Sends a request, for 4 tokens by default."""
-        fields = {"max_tokens": 4, "ignore_eos": True} | fields
+        fields: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True} | fields
         return await self.front.ask(text, authorizations=[f"Bearer {self.key}"], **fields)
 
     async def reason(self, text="hello", **fields) -> str | None:

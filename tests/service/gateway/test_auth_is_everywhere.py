@@ -70,7 +70,7 @@ def bearer(key):
 def methods_of(address: str, key: str) -> list[str]:
     """All methods of the server, as its reflection reports them to the holder of a key."""
     with grpc.insecure_channel(address) as channel:
-        database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))  # pyright: ignore[reportArgumentType]
+        database = ProtoReflectionDescriptorDatabase(KeyedChannel(channel, key))  # pyrefly: ignore
         pool = DescriptorPool(database)
         services = [pool.FindServiceByName(name) for name in database.get_services()]
     return [f"/{service.full_name}/{method.name}" for service in services for method in service.methods]

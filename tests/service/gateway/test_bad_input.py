@@ -67,11 +67,11 @@ async def test_what_is_wrong_is_named_with_value_and_limit_and_disturbs_nobody(g
 async def test_all_violations_are_reported_at_once(gateway):
     """The reason of a prompt that is too long is reported together with all other violations."""
     wrong: Any = {"temperature": -1, "top_p": 2}
-    prompt: Any
-    for prompt, field, reason in (
+    cases: list[tuple[dict[str, Any], str, str]] = [
         ({"token_ids": {}}, "token_ids.ids", "INVALID_ARGUMENT"),
         ({"text": "hello wo" * 400_000}, "text", "CONTEXT_LENGTH_EXCEEDED"),
-    ):
+    ]
+    for prompt, field, reason in cases:
         error = await error_of(gateway.generation.Generate(generation_pb2.GenerateRequest(**prompt, sampling=wrong)))
         fields = [field, "sampling.temperature", "sampling.top_p"]
         assert (error.reason, [violation.field for violation in error.violations]) == (reason, fields)

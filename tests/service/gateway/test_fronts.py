@@ -159,7 +159,7 @@ async def test_the_scheduler_gets_every_parameter_and_every_default(rig, front):
 @STREAMS
 async def test_the_scheduler_gets_from_each_front_what_it_gets_over_grpc(rig, front, streams):
     alike = GrpcChat if isinstance(front, CHATS) else GrpcGenerate
-    asked = {name: value for name, value in EVERYTHING.items() if name in front.takes}
+    asked: dict[str, Any] = {name: value for name, value in EVERYTHING.items() if name in front.takes}
     for each in (front, alike(rig.gateway)):
         assert (await each.ask("hello there", streams=streams, **asked)).refusal is None
     ours, theirs = rig.scheduler.submits

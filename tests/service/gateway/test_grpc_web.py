@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_ends_the_request(gateway: RunningGateway, sc
     body = frame(stream_request("slow", max_tokens=400, request_id="left"))
     async with gateway.http.stream("POST", f"{GENERATION}/GenerateStream", content=body, headers=WEB) as answer:
         pieces: AsyncIterator[bytes] = answer.aiter_bytes()
-        async with aclosing(pieces):  # pyright: ignore[reportArgumentType]
+        async with aclosing(pieces):  # pyrefly: ignore
             assert (await anext(pieces))[0] == 0
     await scheduler.until(lambda: scheduler.aborted == ["left"])
 

@@ -136,7 +136,7 @@ async def test_an_error_is_the_protocol_s_and_names_the_field(client, path, body
 def binary_body(size: int | None = None, **fields) -> tuple[bytes, dict[str, str]]:
     """A body with one prompt as bytes after its JSON, and its headers. `size` replaces its real size."""
     data = struct.pack("<I", 5) + b"hello"
-    prompt = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
+    prompt: dict[str, Any] = {"name": "text_input", "datatype": "BYTES", "shape": [1]}
     prompt["parameters"] = {"binary_data_size": len(data) if size is None else size}
     head = json.dumps({"inputs": [prompt], "parameters": {"max_tokens": 2}} | fields).encode()
     headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}

@@ -97,7 +97,12 @@ async def test_port_in_use_is_one_clear_line(port):
 
 @pytest.mark.parametrize("reuse_port", [False, True])
 async def test_all_addresses_of_a_machine_are_those_of_ipv4_too(reuse_port):
-    settings = {"grpc_host": "::", "http_host": "::", "reuse_port": reuse_port, "schedulers": ("127.0.0.1:1",)}
+    settings: dict[str, Any] = {
+        "grpc_host": "::",
+        "http_host": "::",
+        "reuse_port": reuse_port,
+        "schedulers": ("127.0.0.1:1",),
+    }
     async with running_gateway(**settings) as gateway, httpx.AsyncClient(timeout=60) as http:
         for address in (gateway.gateway.grpc_address, gateway.gateway.http_address):
             port = int(address.removeprefix("[::]:"))

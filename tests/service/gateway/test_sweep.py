@@ -30,7 +30,7 @@ pytestmark = pytest.mark.extended
 _ROOM = 4 * 1024 * 1024 - 4096
 # Levels of messages within messages; only messages of google.protobuf.Struct go deeper.
 _MAX_DEPTH = 5
-_varint: Callable[[int], bytes] = lru_cache(128)(encoder._VarintBytes)  # pyright: ignore[reportAttributeAccessIssue]
+_varint: Callable[[int], bytes] = lru_cache(128)(encoder._VarintBytes)  # pyrefly: ignore
 _WIRE_TYPES = {FieldDescriptor.TYPE_DOUBLE: 1, FieldDescriptor.TYPE_FLOAT: 5}
 _GENERATE = {"text": "a", "stopping": {"max_tokens": 1}}
 _CHAT = {"messages": [{"role": "user", "content": "a"}], "stopping": {"max_tokens": 1}}
@@ -86,7 +86,7 @@ def grpc_calls(services: Sequence[ServiceDescriptor], limits: EntryLimits) -> It
     smallest valid ones; the allowed number of entries, small ones and such that they fill the message; long texts."""
     for service in services:
         for method in service.methods:
-            kind = cast(Descriptor, method.input_type)
+            kind = method.input_type
             for path in _paths(kind, ()):
                 for how, number, entry in _fillings(path[-1], limits):
                     name = f"{method.name}.{'.'.join(field.name for field in path)} of {how}"
@@ -99,7 +99,7 @@ def _paths(kind: Descriptor, above: tuple[FieldDescriptor, ...]) -> Iterator[tup
         path = (*above, field)
         if field.is_repeated or _is_text(field):
             yield path
-        inner = cast(Descriptor | None, field.message_type)
+        inner = field.message_type
         is_map = inner is not None and inner.GetOptions().map_entry
         if (
             inner is not None
@@ -135,7 +135,7 @@ def _fillings(field: FieldDescriptor, limits: EntryLimits) -> Iterator[tuple[str
 
 def _entries(field: FieldDescriptor) -> Iterator[tuple[str, Callable[[int], bytes]]]:
     """The entries of a list or map, by their numbers."""
-    kind = cast(Descriptor | None, field.message_type)
+    kind = field.message_type
     if kind is not None and kind.GetOptions().map_entry:
         key = kind.fields_by_name["key"]
 

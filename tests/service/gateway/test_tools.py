@@ -155,9 +155,8 @@ TOOLS: Any = [{"type": "function", "function": WEATHER}]
 
 
 async def chat(client: AsyncOpenAI, **fields) -> Any:
-    return await client.chat.completions.create(
-        **{"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300} | fields
-    )
+    asked: dict[str, Any] = {"model": "quire-tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300} | fields
+    return await client.chat.completions.create(**asked)
 
 
 @pytest.mark.parametrize("streams", [False, True])

@@ -46,10 +46,14 @@ class Pair:
 
     async def move(self, blocks: list[int], hashes: list[bytes], **source: Any) -> list[int]:
         """Moves blocks; returns the indices of blocks that did not come."""
-        fields = {"kv_namespace": self.target.info.kv_namespace, "endpoints": self.addresses[:1], "lease": LEASE}
+        fields: dict[str, Any] = {
+            "kv_namespace": self.target.info.kv_namespace,
+            "endpoints": self.addresses[:1],
+            "lease": LEASE,
+        }
         move = worker_pb2.MoveBlocks(
             number=1,
-            source=common_pb2.KvSource(**(fields | source)),
+            source=common_pb2.KvSource(**fields | source),
             hashes=b"".join(hashes),
             block_ids=encode_int32(blocks),
             timeout_ms=5_000,
@@ -162,7 +166,11 @@ async def test_nothing_is_offered_any_more_once_another_scheduler_is_attached(pa
 )
 async def test_a_caller_of_another_kind_is_refused(pair: Pair, fields: dict[str, Any], error: type) -> None:
     await pair.offer([7], HASHES[:1])
-    request = {"kv_namespace": pair.source.info.kv_namespace, "lease": LEASE, "hashes": HASHES[0]} | fields
+    request: dict[str, Any] = {
+        "kv_namespace": pair.source.info.kv_namespace,
+        "lease": LEASE,
+        "hashes": HASHES[0],
+    } | fields
     async with worker_stub(pair.addresses[0]) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             async for _ in stub.FetchBlocks(worker_pb2.FetchBlocksRequest(**request)):

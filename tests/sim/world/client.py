@@ -23,7 +23,7 @@ _NO_PATIENCE_S = 7200.0
 _Connectivity = grpc.ChannelConnectivity
 
 # grpc.aio derives deadlines from `time.time()`. Outside of worlds the seam gives the same time.
-_utils.time = SimpleNamespace(time=clock.unix_s)
+_utils.time = SimpleNamespace(time=clock.unix_s)  # pyrefly: ignore[bad-assignment]
 
 
 class SimChannel(_channel.Channel):

@@ -398,7 +398,8 @@ class Cluster:
         node.kill()
 
     def _make_worker(self, node: Node, rank: int, group: Group | None) -> Worker:
-        config = replace(self._workers[worker_of(node.host)], rank=rank, generation=group and group.generation)
+        generation = None if group is None else group.generation
+        config = replace(self._workers[worker_of(node.host)], rank=rank, generation=generation)
         runner = HashRunner(
             config.num_blocks,
             config.block_size,

@@ -36,9 +36,9 @@ class SimTransport:
         values: dict[str, Any] = dict(options)
         addresses = address.removeprefix("ipv4:").split(",")
         if len(addresses) > 1:
-            return SimChannel(SpreadCore(self.network, self.node, addresses, values))
-        return SimChannel(ChannelCore(self.network, self.node, addresses[0], values))
+            return SimChannel(SpreadCore(self.network, self.node, addresses, values))  # pyrefly: ignore[bad-return]
+        return SimChannel(ChannelCore(self.network, self.node, addresses[0], values))  # pyrefly: ignore[bad-return]
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
         values: dict[str, Any] = dict(options)
-        return SimServer(self.network, self.node, interceptors, values)
+        return SimServer(self.network, self.node, interceptors, values)  # pyrefly: ignore[bad-return]

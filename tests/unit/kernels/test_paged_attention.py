@@ -32,7 +32,8 @@ class Batch:
         return {"max_query_len": int(query_lens.max()), "max_seq_len": int(self.seq_lens.max())}
 
     def attend(self, scale: float = 0.3, **options: Any) -> torch.Tensor:
-        return ops.paged_attention(*self.tensors, **{"scale": scale, **self.limits, **options})
+        asked: dict[str, Any] = {"scale": scale, **self.limits, **options}
+        return ops.paged_attention(*self.tensors, **asked)
 
 
 def make_batch(

@@ -4,6 +4,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def worker_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker_svc.examination.examine_device", lambda: iter([Finding("torch", Verdict.OK, "9.9")]))
 
 
-def find(part: str, **flags: int) -> Finding:
+def find(part: str, **flags: Any) -> Finding:
     (finding,) = [each for each in examine(replace(DoctorFlags(), **flags)) if each.part == part]
     return finding
 

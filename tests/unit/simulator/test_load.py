@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,11 +175,12 @@ def test_states_and_their_checkpoints_are_no_tokens() -> None:
 def test_each_step_says_what_limited_it() -> None:
     prompts = [frozen(np.arange(10 + 50 * index, 40 + 50 * index)) for index in range(6)]
     load = [replace(plain(index, 30, 60, arrival_s=0.0), prompt=each) for index, each in enumerate(prompts)]
-    for changes, limit in (
+    cases: list[tuple[dict[str, Any], Limit]] = [
         ({"num_blocks": 12}, Limit.BLOCKS),
         ({"max_num_seqs": 2}, Limit.ROWS),
         ({"max_num_batched_tokens": 32}, Limit.TOKENS),
-    ):
+    ]
+    for changes, limit in cases:
         steps = run_fixed(load, replace(CONFIG, watermark=0.0, **changes)).simulation.steps
         assert {step.limit for step in steps} == {limit, Limit.DEMAND}
 

@@ -111,7 +111,7 @@ class _WithoutValues(TorchDispatchMode):
         super().__init__()
         self._num_left = 1000
 
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override-param-name]
         self, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         aten = torch.ops.aten

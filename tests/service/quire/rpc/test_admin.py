@@ -65,7 +65,7 @@ async def test_what_cannot_be_set_is_refused_by_field(admin: str, root_logger: l
     async with grpc.aio.insecure_channel(admin) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         for request, field in (
-            (admin_pb2.SetLogLevelRequest(level=9), "level is 9"),  # pyright: ignore[reportArgumentType]
+            (admin_pb2.SetLogLevelRequest(level=9), "level is 9"),  # pyrefly: ignore
             (admin_pb2.SetLogLevelRequest(duration_ms=86_400_001), "duration_ms is 86400001; at most 86400000, a day"),
         ):
             with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:

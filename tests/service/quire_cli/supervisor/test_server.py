@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -42,7 +43,7 @@ def make_server(
     model_directory: Path, programs: Programs = STAND_INS, *, report: list[str] | None = None, **settings
 ) -> LocalServer:
     models = (ModelFlag(None, str(model_directory)),)
-    values = {"grpc_port": 0, "http_port": 0, "models": models, "drain_timeout": 1.0} | settings
+    values: dict[str, Any] = {"grpc_port": 0, "http_port": 0, "models": models, "drain_timeout": 1.0} | settings
     lines = [] if report is None else report
     return LocalServer(ServeSettings(**values), programs=programs, report=lines.append)
 

@@ -29,7 +29,9 @@ REFUSED = {"n": "is not supported by this version", "never": "is not supported b
 def checked(fields, *, is_strict: bool = False) -> tuple[dict[str, str], str, list[tuple[str, int]]]:
     """The refused fields, the fields that the answer names as ignored, and the counted fields."""
     violations, ignored, counted = Violations(), begin_call(), list[tuple[str, int]]()
-    FieldRule(is_strict, lambda *each: counted.append(each)).check(violations, Outer.model_validate(fields), "chat")
+    FieldRule(is_strict, lambda name, count: counted.append((name, count))).check(
+        violations, Outer.model_validate(fields), "chat"
+    )
     return {each.field: each.description for each in violations.found}, ignored.names, counted
 
 

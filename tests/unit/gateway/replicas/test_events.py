@@ -1,5 +1,7 @@
 """The scheduler's messages become values; malformed ones are refused."""
 
+from typing import Any
+
 import pytest
 
 from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs, event_batch_from
@@ -12,7 +14,7 @@ from tests.support.logprobs import Line, fill, lines_of, token_logprobs
 
 def make_events(rows, **fields):
     names = ("handles", "sequence_indices", "offsets", "token_ids")
-    columns = {name: encode_int32([row[i] for row in rows]) for i, name in enumerate(names)}
+    columns: dict[str, Any] = {name: encode_int32([row[i] for row in rows]) for i, name in enumerate(names)}
     return scheduler_pb2.TokenEvents(**columns, **fields)
 
 

@@ -99,7 +99,7 @@ class Scheduler:
         self.released.append(handle)
 
     def tell(self, **happened: Any) -> None:
-        fields = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
+        fields: dict[str, Any] = {"runs": [], "ended": [], "completed": [], "failed": []} | happened
         self._replicas.on_events(cast(SchedulerLink, self), EventBatch(**fields))
 
     def drain(self, leave_after_s: float = 0.0) -> None:

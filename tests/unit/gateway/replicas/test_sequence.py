@@ -1,6 +1,7 @@
 """A sequence takes each token once, in order."""
 
 import time
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from gateway.text.formats.parser import Thinking
 from tests.support.tokenizers import byte_level, wrapped
 
 TOKENIZER = wrapped(byte_level())
-EOS = byte_level().token_to_id("</s>")
+EOS: Any = byte_level().token_to_id("</s>")
 
 
 def ids_of(text):

@@ -122,7 +122,7 @@ def test_cost_of_a_token_does_not_grow_over_odd_bytes(unit):
     pieces = []
     for token_id in token_ids:
         pieces.append(detokenizer.push(token_id))
-        assert len(detokenizer._window) < 32  # pyright: ignore[reportAttributeAccessIssue]
+        assert len(detokenizer._window) < 32  # pyrefly: ignore
     assert "".join(pieces) + detokenizer.flush() == (unit * 3000).decode(errors="replace")
 
 

@@ -165,7 +165,10 @@ def test_what_is_said_of_the_whole_model_counts_for_its_language_model(make: Mak
 def test_models_that_are_not_served_are_refused_with_the_reason(
     make: Make, fields: dict[str, Any], reason: str
 ) -> None:
-    config = {"architectures": ["XForConditionalGeneration"], "text_config": {"model_type": "gemma"}} | fields
+    config: dict[str, Any] = {
+        "architectures": ["XForConditionalGeneration"],
+        "text_config": {"model_type": "gemma"},
+    } | fields
     message = error_of(make(config))
     assert re.match(rf"architecture {config['architectures'][0]} of \S+ {reason}", message)
     assert "the language models of these kinds within others (...ForConditionalGeneration)" in message

@@ -43,7 +43,7 @@ class Peer:
 
 
 def make_server(peer: Callable[[httpx.Request], httpx.Response], **options: Any) -> OpenAiServer:
-    given = {
+    given: dict[str, Any] = {
         "model": "m",
         "api_key": None,
         "endpoint": None,

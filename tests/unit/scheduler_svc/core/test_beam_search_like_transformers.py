@@ -110,7 +110,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
     width = case.parameters.width
     batch = torch.tensor(PROMPTS)
     with torch.inference_mode():
-        generated = model.gpt2.generate(  # pyright: ignore[reportAttributeAccessIssue]
+        generated = model.gpt2.generate(  # pyrefly: ignore
             batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=case.max_tokens,
@@ -125,7 +125,7 @@ def search_by_transformers(model: Model, case: Case) -> list[list[tuple[list[int
             return_dict_in_generate=True,
             output_scores=True,
             # The default of `generate`, except for one beam, which would be greedy.
-            custom_generate=type(model.gpt2)._beam_search,  # pyright: ignore[reportAttributeAccessIssue]
+            custom_generate=type(model.gpt2)._beam_search,  # pyrefly: ignore
         )
     rows = [unpadded(row, case.stop_token_ids) for row in generated.sequences[:, batch.shape[1] :].tolist()]
     pairs = list(zip(rows, generated.sequences_scores.tolist(), strict=True))

@@ -17,6 +17,7 @@ from scheduler_svc.core.config import PolicyKind, PreemptionMode
 from scheduler_svc.core.fault_isolation import LOSSES_BEFORE_TRIALS, LOSSES_ON_TRIAL
 from scheduler_svc.core.request import (
     Adapter,
+    Handle,
     NeverFitsError,
     NoAdaptersError,
     PinQuotaError,
@@ -241,7 +242,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             changed = list(self.driver.device.disk)
         self.driver.tell_disk(changed)
         request = max(self.requests.values(), key=lambda each: len(each.prompt))
-        self._submit(replace(request, key=request.key._replace(handle=len(self.requests) + len(self.aborted))))
+        self._submit(replace(request, key=request.key._replace(handle=Handle(len(self.requests) + len(self.aborted)))))
 
     @precondition(lambda self: self.driver.device.disk)
     @rule(data=st.data(), is_told=st.booleans())

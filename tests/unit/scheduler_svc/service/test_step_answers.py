@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -31,8 +32,8 @@ def make_logprobs(sample: int, token_ids: tuple[int, ...] = (11,)) -> worker_pb2
 
 def make_result(**changes) -> worker_pb2.StepResult:
     """Rows 4 and 2 drew tokens 11 and 12."""
-    fields = {"step_id": 7, "rows": encode_int32([4, 2]), "token_ids": encode_int32([11, 12])}
-    return worker_pb2.StepResult(**(fields | changes))
+    fields: dict[str, Any] = {"step_id": 7, "rows": encode_int32([4, 2]), "token_ids": encode_int32([11, 12])}
+    return worker_pb2.StepResult(**fields | changes)
 
 
 def make_step(*rows: int) -> StepInFlight:

@@ -42,7 +42,7 @@ def read(file: BlockFile, name: bytes) -> bytes | None:
     return into.tobytes() if file.read(name, into) else None
 
 
-def open_file(path: Path, num_slots: int = 3, **changes: object) -> BlockFile:
+def open_file(path: Path, num_slots: int = 3, **changes: Any) -> BlockFile:
     file = BlockFile(path, 4096 + num_slots * (SIZE + 48), replace(NAMESPACE, **changes).digest(), SIZE)
     assert file.num_slots == num_slots
     return file

@@ -26,14 +26,14 @@ BLOCK_BYTES = 2 * 2 * 8 * 4 * 4
 
 
 def make_request(**changes: Any) -> PoolRequest:
-    sizes = {
+    sizes: dict[str, Any] = {
         "block_size": 4,
         "num_gpu_blocks": None,
         "kv_cache_memory": None,
         "swap_space": 0,
         "max_useful_blocks": 100,
     }
-    return PoolRequest(**(sizes | changes))
+    return PoolRequest(**sizes | changes)
 
 
 def make_pool(num_blocks: int = 6, host_blocks: int = 3) -> KvPool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ NAMESPACE = KvNamespace(
     world_size=1,
     numerics=("1.0", "kernels"),
 )
-OTHERS = {
+OTHERS: dict[str, Any] = {
     "model": ("config", "tokenizer", "others"),
     "dtype": "torch.float32",
     "kv_dtype": "torch.int8",

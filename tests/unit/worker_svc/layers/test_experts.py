@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def plain(config: ExpertsConfig, x: torch.Tensor) -> torch.Tensor:
         gate, up = (weight(f"{name}.{each}_proj", inner, HIDDEN) @ token for each in ("gate", "up"))
         return weight(f"{name}.down_proj", HIDDEN, inner) @ (nn.functional.silu(gate) * up)
 
-    results = []
+    results: list[Any] = []
     for token in x.double():
         scores = (weight("gate", config.count, HIDDEN) @ token).softmax(-1)
         chosen = sorted(range(config.count), key=lambda expert: -scores[expert])[: config.num_chosen]

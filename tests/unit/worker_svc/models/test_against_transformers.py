@@ -280,7 +280,7 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     directory, reference = made(name)
     (sequence,) = make_sequences(23)
     exact = expected_logits(reference, sequence)
-    rounded = copy.deepcopy(reference).to(dtype)  # pyright: ignore[reportArgumentType]
+    rounded = copy.deepcopy(reference).to(dtype)  # pyrefly: ignore
     theirs = (expected_logits(rounded, sequence) - exact).abs().mean()
     model = load(directory, dtype)
     assert model.dtype == dtype

@@ -65,7 +65,7 @@ def test_tensors_that_the_model_does_not_use_are_ignored(directory: Path) -> Non
 
 def test_progress_rises_to_the_bytes_of_the_model(directory: Path) -> None:
     reports: list[tuple[int, int]] = []
-    load_model(directory, device=CPU, dtype=torch.float32, progress=lambda *report: reports.append(report))
+    load_model(directory, device=CPU, dtype=torch.float32, progress=lambda done, total: reports.append((done, total)))
     done = [report[0] for report in reports]
     assert done == sorted(set(done))
     total = sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())

@@ -110,7 +110,7 @@ def test_more_positions_than_a_table_can_have_can_be_excluded() -> None:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_writing_of_transformers_4_means_the_same(name: str) -> None:
     section = dict(SECTIONS[name])
-    older = {"max_position_embeddings": MAX_POSITIONS, "rope_theta": 5000.0, "rope_scaling": section}
+    older: dict[str, Any] = {"max_position_embeddings": MAX_POSITIONS, "rope_theta": 5000.0, "rope_scaling": section}
     if name == "default":
         older["rope_scaling"] = None
     expected = table_of(make_config(SECTIONS[name]))

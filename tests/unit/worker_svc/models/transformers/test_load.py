@@ -15,9 +15,9 @@ from worker_svc.models.transformers.probe import max_model_len_of
     [
         (LlamaConfig(max_position_embeddings=300), 300),
         # `seq_length` is the length of its training.
-        (LlamaConfig(max_position_embeddings=300, seq_length=128), 300),  # pyright: ignore[reportCallIssue]
+        (LlamaConfig(max_position_embeddings=300, seq_length=128), 300),
         (MptConfig(max_seq_len=700), 700),
-        (BloomConfig(seq_length=900), 900),  # pyright: ignore[reportCallIssue]
+        (BloomConfig(seq_length=900), 900),
         (BloomConfig(), 2048),
         # Beyond the first chunk, tokens no longer see earlier chunks.
         (Llama4TextConfig(max_position_embeddings=9000, attention_chunk_size=512, floor_scale=8192), 512),
@@ -54,7 +54,7 @@ def test_a_model_that_names_no_length_is_refused() -> None:
 def test_a_cache_that_forgets_what_masks_show_bounds_the_length(
     fields: dict[str, Any], windows: list[int | None], length: int | None
 ) -> None:
-    config = PreTrainedConfig(num_hidden_layers=2)  # pyright: ignore[reportCallIssue]
+    config = PreTrainedConfig(num_hidden_layers=2)  # pyrefly: ignore
     for name, value in fields.items():
         setattr(config, name, value)
     assert remembered_by_generate(config, windows) == length
