@@ -51,7 +51,7 @@ bool has_avx512_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vn
 bool has_avx512_bf16() { return has_avx512_vnni() && has_feature(7, 1, &Registers::a, 5); }
 
 // Matrix units for bfloat16 and int8. A process also needs the system's permission to use them.
-bool has_amx() {
+[[maybe_unused]] bool has_amx() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return has_avx512_bf16() && has_feature(7, 0, &Registers::d, 24) && has_feature(7, 0, &Registers::d, 22) &&
          has_feature(7, 0, &Registers::d, 25) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
