@@ -123,6 +123,7 @@ WITH_EXPERTS.add(
     ),
 )
 
+
 def _shared_size(fields: ConfigFields, _: DecoderConfig) -> int:
     # transformers has another shared expert for 0.
     return fields.integer("num_shared_experts") * fields.integer("moe_intermediate_size")
