@@ -69,10 +69,12 @@ _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class _CallsAs:
-    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content."""
+    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content;
+    `has_thinking`: reasoning by this name next to calls with a content."""
 
     has_texts: bool = False
     has_null: bool = False
+    has_thinking: bool = True
 
 
 _FORMS = [_CallsAs(has_texts, has_null) for has_null in (False, True) for has_texts in (False, True)]
@@ -114,6 +116,8 @@ class ChatTemplate:
             self._takes_parts = True
             self._takes_parts = self._shows_text()
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
+        if "thinking" in source and self._tried(_REASONED, self._calls_as) is None:
+            self._calls_as = replace(self._calls_as, has_thinking=False)
         self.tool_format = tool_format_of(
             self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
         )
@@ -447,9 +451,9 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        # Templates use three names for the reasoning. Templates that read `thinking` accept no content next to calls.
+        # Templates use three names for the reasoning.
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
-        if not (message.tool_calls and message.content):
+        if form.has_thinking or not (message.tool_calls and message.content):
             fields["thinking"] = message.reasoning
     return fields
 
@@ -549,6 +553,15 @@ _TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
 _PROBED = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
 _RESULT = "Quire result"
 _UNANSWERED = TemplateOptions(add_generation_prompt=False)
+_REASONED_CALL = ToolCall(id="abcdefgh1", name=PROBE_TOOLS[0], arguments="{}")
+_REASONED = ChatPrompt(
+    [
+        *_TEXT.messages,
+        ChatMessage("assistant", "aQ8", tool_calls=[_REASONED_CALL], reasoning="aQ9"),
+        ChatMessage("tool", _RESULT, _REASONED_CALL.name, tool_call_id=_REASONED_CALL.id),
+    ],
+    _PROBED,
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):
