@@ -154,7 +154,7 @@ class ChatTemplate:
                 description = "cannot be used: the model's chat template has no tool calls"
                 raise _refusal(field, description, subject=field, reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
-        for name, value in _arguments(prompt.template_options).items():
+        for name, value in _arguments(prompt).items():
             field = f"template_options.arguments.{name:.80}"
             if name in _OWN_NAMES or name in self._special_tokens:
                 raise invalid_field(field, "is set by the server; leave it out")
@@ -227,7 +227,7 @@ class ChatTemplate:
             messages[-1] = replace(messages[-1], content=messages[-1].content + _END_OF_FINAL_MESSAGE)
         begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
         # Templates may test `documents` without asking whether it is defined.
-        arguments = {"documents": None} | _arguments(options)
+        arguments = {"documents": None} | _arguments(prompt)
         text = self._template.render(
             **self._special_tokens,
             **arguments,
@@ -511,8 +511,11 @@ def _tool_fields(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _arguments(options: TemplateOptions | None) -> dict[str, Any]:
-    """The arguments of a template; whole numbers become integers, as they are in JSON."""
+def _arguments(prompt: ChatPrompt) -> dict[str, Any]:
+    """The arguments of a template; whole numbers of a message become integers, as they are in JSON."""
+    options = prompt.template_options
+    if prompt.template_arguments is not None:
+        return dict(prompt.template_arguments)
     if options is None or not options.HasField("arguments"):
         return {}
     return _with_integers(json_format.MessageToDict(options.arguments))
