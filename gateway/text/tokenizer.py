@@ -2,11 +2,11 @@
 
 import codecs
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import tokenizers
 import tokenizers.decoders
@@ -318,7 +318,7 @@ class _SilentIds:
 def _with_lower_case(normalizer: tokenizers.normalizers.Normalizer | None) -> tokenizers.normalizers.Normalizer:
     """The normalizer after one that changes texts to lower case, unless it has that itself."""
     is_sequence = isinstance(normalizer, tokenizers.normalizers.Sequence)
-    parts = list(normalizer) if is_sequence else [] if normalizer is None else [normalizer]
+    parts = list(cast(Iterable[Any], normalizer)) if is_sequence else [] if normalizer is None else [normalizer]
     has_it = any(isinstance(part, tokenizers.normalizers.Lowercase) for part in parts)
     return tokenizers.normalizers.Sequence(parts if has_it else [tokenizers.normalizers.Lowercase(), *parts])
 

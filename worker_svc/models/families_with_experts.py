@@ -178,7 +178,7 @@ def _head_bias(fields: ConfigFields, config: DecoderConfig) -> bool:
     return found
 
 
-# Mixtral with layer norms, biases, and another choice of experts, of which there are always two.
+# Mixtral with layer norms, biases, and another choice of experts: always two.
 WITH_EXPERTS.add(
     "PhimoeForCausalLM",
     only={"num_experts_per_tok": 2},
