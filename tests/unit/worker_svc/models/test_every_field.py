@@ -1,4 +1,4 @@
-"""Each field of each family's configuration, with other values: the logits equal transformers', or the model is refused."""
+"""Each field of each family's configuration with other values: the logits equal transformers', or it is refused."""
 
 import copy
 import itertools
