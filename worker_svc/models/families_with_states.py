@@ -546,6 +546,8 @@ WITH_STATES.add(
         "hidden_act": "gelu",
         "layers_block_type": ["hybrid" if index in _ZAMBA_HYBRIDS else "mamba" for index in range(54)],
     },
+    # Else transformers does not share the blocks either.
+    only={"tie_word_embeddings": True},
     fixed={
         **NO_BIASES,
         "head_dim": lambda fields: head_dim_of(

@@ -20,7 +20,7 @@ from worker_svc.models.registry import load_model
 
 pytestmark = pytest.mark.long
 
-LENGTH, CUTS = 45, (0, 20, 44, 45)
+LENGTH, CUTS, TOLERANCE = 45, (0, 20, 44, 45), 2e-3
 ACTIVATIONS = ("gelu", "relu", "gelu_pytorch_tanh", "relu2", "silu", "gelu_new", "quick_gelu", "swish", "mish", "tanh")
 KINDS = {"layer_types": {"full_attention", "sliding_attention"}, "mlp_layer_types": {"dense", "sparse"}}
 UNSET: Mapping[str, tuple[Any, ...]] = {
@@ -62,7 +62,7 @@ def other_values(name: str, value: Any, draw: random.Random) -> Iterator[Any]:
     match value:
         case bool():
             yield not value
-        case int() if name.endswith(("size", "dim", "rank", "window")):
+        case int() if "size" in name or name.endswith(("dim", "rank", "window")):
             yield from {value + 1, 2 * value, value // 2 or 1} - {value}
         case int():
             yield from {1, value + 1, 2 * value, value // 2} - {value}
@@ -99,37 +99,46 @@ def make(family: Family, fields: Mapping[str, Any]) -> PreTrainedModel | None:
     return model
 
 
+def difference(directory: Path, reference: PreTrainedModel, sequence: list[int]) -> float:
+    """The largest difference of logits, as a part of the largest logit. Raises ConfigurationError if Quire refuses."""
+    runner = PagedRunner(
+        load_model(directory, device=torch.device("cpu"), dtype=torch.float32), [sequence], block_size=16
+    )
+    found = torch.cat([runner.step(Span(0, start, end)) for start, end in itertools.pairwise(CUTS)])
+    expected = expected_logits(reference, sequence)
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1)).item()
+
+
+def is_usable(model: PreTrainedModel, sequence: list[int]) -> bool:
+    """Whether transformers computes something."""
+    try:
+        return bool(expected_logits(model, sequence).isfinite().all())
+    except Exception:
+        return False
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name not in FOREIGN])
 def test_another_value_changes_logits_as_in_transformers_or_is_refused(name: str, tmp_path: Path) -> None:
-    family, draw, wrong = FAMILIES[name], random.Random(name), list[str]()
-    (sequence,) = make_sequences(LENGTH)
+    family, draw, wrong, num_served = FAMILIES[name], random.Random(name), list[str](), 0
+    sequences = make_sequences(LENGTH, LENGTH)
     plain = make(family, family.fields)
     assert plain is not None
-    num_equal = 0
     for field, usual in sorted(plain.config.to_dict().items()):
         for value in other_values(field, usual, draw):
             if any(field == "rope_parameters" and part in value for model, part in IGNORED if model == name):
                 continue
             model = make(family, {**family.fields, field: value})
-            try:
-                expected = None if model is None else expected_logits(model, sequence)
-            except Exception:
-                continue
-            if model is None or expected is None or not expected.isfinite().all():
+            if model is None or not is_usable(model, sequences[0]):
                 continue
             model.save_pretrained(tmp_path)
             try:
-                runner = PagedRunner(
-                    load_model(tmp_path, device=torch.device("cpu"), dtype=torch.float32), [sequence], block_size=16
-                )
+                # In one sequence a router may choose the other one of two experts that are nearly equal.
+                is_wrong = all(difference(tmp_path, model, sequence) > TOLERANCE for sequence in sequences)
             except ConfigurationError:
                 continue
-            spans = itertools.pairwise(CUTS)
-            found = torch.cat([runner.step(Span(0, start, end)) for start, end in spans])
-            difference = (found - expected).abs().max() / expected.abs().max().clamp(min=1)
-            num_equal += 1
-            if difference > 2e-3:
-                wrong.append(f"{field} is {value!r}, not {usual!r}: {difference:.3g}")
+            num_served += 1
+            if is_wrong:
+                wrong.append(f"{field} is {value!r}, not {usual!r}")
     assert not wrong
-    assert num_equal > 10
+    assert num_served > 10
