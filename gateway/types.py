@@ -63,6 +63,8 @@ class ChatPrompt:
     parallel_tool_calls: bool = True
     response_format: Constraint | None = None
     template_options: TemplateOptions | None = None
+    template_arguments: Mapping[str, Any] | None = None
+    """As in `template_options`, whose objects have no order and whose numbers are floats; None: what that has."""
     template: str | None = None
     """The caller's own chat template."""
     drops_turns: bool = False

@@ -69,10 +69,12 @@ _NO_REASONING = {"enable_thinking": False, "thinking": False, "reasoning_effort"
 
 @dataclass(frozen=True, slots=True)
 class _CallsAs:
-    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content."""
+    """The form of past calls for a template. `has_texts`: arguments as texts; `has_null`: null for no content;
+    `has_thinking`: reasoning by this name next to calls with a content."""
 
     has_texts: bool = False
     has_null: bool = False
+    has_thinking: bool = True
 
 
 _FORMS = [_CallsAs(has_texts, has_null) for has_null in (False, True) for has_texts in (False, True)]
@@ -114,6 +116,8 @@ class ChatTemplate:
             self._takes_parts = True
             self._takes_parts = self._shows_text()
         self._calls_as, self.calls = self._probed_calls() if "tool_calls" in source else (_CallsAs(), None)
+        if "thinking" in source and self._tried(_REASONED, self._calls_as) is None:
+            self._calls_as = replace(self._calls_as, has_thinking=False)
         self.tool_format = tool_format_of(
             self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
         )
@@ -150,7 +154,7 @@ class ChatTemplate:
                 description = "cannot be used: the model's chat template has no tool calls"
                 raise _refusal(field, description, subject=field, reason="NO_TOOLS")
         reasons = reasoning_format_of(self.source) is not None
-        for name, value in _arguments(prompt.template_options).items():
+        for name, value in _arguments(prompt).items():
             field = f"template_options.arguments.{name:.80}"
             if name in _OWN_NAMES or name in self._special_tokens:
                 raise invalid_field(field, "is set by the server; leave it out")
@@ -223,7 +227,7 @@ class ChatTemplate:
             messages[-1] = replace(messages[-1], content=messages[-1].content + _END_OF_FINAL_MESSAGE)
         begins = options.add_generation_prompt if options.HasField("add_generation_prompt") else not continues
         # Templates may test `documents` without asking whether it is defined.
-        arguments = {"documents": None} | _arguments(options)
+        arguments = {"documents": None} | _arguments(prompt)
         text = self._template.render(
             **self._special_tokens,
             **arguments,
@@ -447,9 +451,9 @@ def _fields(message: ChatMessage, form: _CallsAs, takes_parts: bool) -> dict[str
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
     if message.reasoning:
-        # Templates use three names for the reasoning. Templates that read `thinking` accept no content next to calls.
+        # Templates use three names for the reasoning.
         fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
-        if not (message.tool_calls and message.content):
+        if form.has_thinking or not (message.tool_calls and message.content):
             fields["thinking"] = message.reasoning
     return fields
 
@@ -507,8 +511,11 @@ def _tool_fields(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _arguments(options: TemplateOptions | None) -> dict[str, Any]:
-    """The arguments of a template; whole numbers become integers, as they are in JSON."""
+def _arguments(prompt: ChatPrompt) -> dict[str, Any]:
+    """The arguments of a template; whole numbers of a message become integers, as they are in JSON."""
+    options = prompt.template_options
+    if prompt.template_arguments is not None:
+        return dict(prompt.template_arguments)
     if options is None or not options.HasField("arguments"):
         return {}
     return _with_integers(json_format.MessageToDict(options.arguments))
@@ -549,6 +556,15 @@ _TEXT = ChatPrompt([ChatMessage("user", "aQ7")])
 _PROBED = [Tool(name=name, description="d", parameters=json.dumps(PROBE_SCHEMA)) for name in PROBE_TOOLS]
 _RESULT = "Quire result"
 _UNANSWERED = TemplateOptions(add_generation_prompt=False)
+_REASONED_CALL = ToolCall(id="abcdefgh1", name=PROBE_TOOLS[0], arguments="{}")
+_REASONED = ChatPrompt(
+    [
+        *_TEXT.messages,
+        ChatMessage("assistant", "aQ8", tool_calls=[_REASONED_CALL], reasoning="aQ9"),
+        ChatMessage("tool", _RESULT, _REASONED_CALL.name, tool_call_id=_REASONED_CALL.id),
+    ],
+    _PROBED,
+)
 
 
 class _GenerationTag(jinja2.ext.Extension):

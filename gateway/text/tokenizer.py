@@ -2,21 +2,23 @@
 
 import codecs
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
+import tokenizers.normalizers
 
 from gateway.auth.caller import current_tenant
 from gateway.offload import FairExecutor
 from gateway.text.detokenizer import CleanedUp, Detokenizer, TextPieces, WholeTexts, cleaned_up
 from gateway.types import TokenIds
 from quire.constraints.tokens import byte_level_alphabet
+from quire.model_files.embedding_files import lowers_texts
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 
@@ -102,6 +104,8 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise ConfigurationError(f"{directory.path}: tokenizer.json is not a tokenizer: {error}") from error
+        if lowers_texts(directory):
+            tokenizer.normalizer = _with_lower_case(tokenizer.normalizer)
         return cls(tokenizer, executor, directory.tokenizer_config)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -309,6 +313,14 @@ class _SilentIds:
 
 # Tokens of tokenizer_config.json. Only this file may mark a token as special, and it may have tokens that
 # tokenizer.json lacks.
+
+
+def _with_lower_case(normalizer: tokenizers.normalizers.Normalizer | None) -> tokenizers.normalizers.Normalizer:
+    """The normalizer after one that changes texts to lower case, unless it has that itself."""
+    is_sequence = isinstance(normalizer, tokenizers.normalizers.Sequence)
+    parts = list(cast(Iterable[Any], normalizer)) if is_sequence else [] if normalizer is None else [normalizer]
+    has_it = any(isinstance(part, tokenizers.normalizers.Lowercase) for part in parts)
+    return tokenizers.normalizers.Sequence(parts if has_it else [tokenizers.normalizers.Lowercase(), *parts])
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
 from quire.model_files.gguf_header import GgufHeader
-from quire.model_files.model_directory import EMBEDDING_MODULES, ModelDirectory
+from quire.model_files.model_directory import EMBEDDING_MODULES, TRANSFORMER_SETTINGS, ModelDirectory
 from quire.runtime.settings import ConfigurationError
 
 # In the order in which several are joined.
@@ -33,7 +33,8 @@ _SETTINGS, _PROMPTS = "config_sentence_transformers.json", "prompts"
 _TYPES = "token_type_ids"
 # The inputs that tokenizers of transformers give a model, if tokenizer_config.json does not list them.
 _INPUTS = {name: [_TYPES] for name in ("BertTokenizer", "BertTokenizerFast")}
-_TRANSFORMER_SETTINGS = "sentence_bert_config.json"
+_OWN_MODULES = "sentence_transformers."
+_OUTPUT = "sentence_embedding"
 # By model_type: names of fields of config.json, and the names that most encoders have for them.
 _OTHER_NAMES = {
     "distilbert": {
@@ -127,7 +128,8 @@ class EmbeddingFiles:
             return None
         if directory.gguf is not None:
             return cls(_modules_of_gguf(directory.path, directory.gguf))
-        return cls.read(directory)
+        files = cls.read(directory)
+        return replace(files, max_tokens=files.max_tokens or _longest(directory))
 
     @classmethod
     def read(cls, directory: ModelDirectory) -> Self:
@@ -141,15 +143,21 @@ class EmbeddingFiles:
         modules: list[Module] = []
         max_tokens = None
         for each in listed:
-            kind, folder = str(each.get("type")).rpartition(".")[2], _folder(path, each.get("path"))
+            kind, folder = _kind(each), _folder(path, each.get("path"))
             match kind:
                 case "Transformer":
+                    if folder.resolve() != path.resolve():
+                        raise ConfigurationError(
+                            f"{path / EMBEDDING_MODULES} has the Transformer in the folder {folder.name}; only a "
+                            "directory that has its files itself is read"
+                        )
                     max_tokens = _max_tokens(folder)
                 case "Pooling":
                     modules.append(_pooling(_config(folder)))
                 case "Dense":
                     modules.append(_dense(folder, _config(folder)))
                 case "Normalize":
+                    _check_is_of_vectors(folder, _read(folder / "config.json") or {})
                     modules.append(Normalize())
                 case _:
                     raise ConfigurationError(
@@ -283,8 +291,8 @@ def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | No
         _check_is_causal(directory)
         return RankingFiles(_activation_of_scores(directory), longest, has_template=directory.chat_template is not None)
     _check_is_causal(directory)
-    kinds = [str(each.get("type")).rpartition(".")[2] for each in listed if isinstance(each, dict)]
-    settings = _read(path / _TRANSFORMER_SETTINGS) or {}
+    kinds = [_kind(each) for each in listed if isinstance(each, dict)]
+    settings = _transformer_settings(path)
     modalities = settings.get("modality_config") or {}
     has_head = kinds == ["Transformer"] and _is_of(directory, "ForSequenceClassification")
     if has_head or kinds == ["Transformer", "LogitScore"]:
@@ -298,7 +306,7 @@ def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | No
     files = EmbeddingFiles.read(directory)
     if "message" in modalities:
         raise ConfigurationError(
-            f"{path / _TRANSFORMER_SETTINGS} puts texts into the chat template, which is not supported for embeddings"
+            f"{path / TRANSFORMER_SETTINGS[0]} puts texts into the chat template, which is not supported for embeddings"
         )
     modes = {mode for module in files.modules if isinstance(module, Pooling) for mode in module.modes}
     if unknown := sorted(modes - _SUMMED_MODES - {"lasttoken"}):
@@ -417,13 +425,35 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
+def _kind(module: Mapping[str, Any]) -> str:
+    """The class of a module of sentence-transformers; of another package, with its module."""
+    named = str(module.get("type"))
+    return named.rpartition(".")[2] if named.startswith(_OWN_MODULES) else named
+
+
+def _transformer_settings(folder: Path) -> Mapping[str, Any]:
+    """The first file of `TRANSFORMER_SETTINGS` with content; empty if there is none."""
+    found = (_read(folder / name) for name in TRANSFORMER_SETTINGS)
+    settings = next(filter(None, found), {})
+    return settings if isinstance(settings, dict) else {}
+
+
+def lowers_texts(directory: ModelDirectory) -> bool:
+    """Whether the module `Transformer` changes texts to lower case before its tokenizer reads them."""
+    has_modules = directory.gguf is None and (directory.path / EMBEDDING_MODULES).is_file()
+    return has_modules and bool(_transformer_settings(directory.path).get("do_lower_case"))
+
+
 def _max_tokens(folder: Path) -> int | None:
-    settings = _read(folder / _TRANSFORMER_SETTINGS)
-    value = settings.get("max_seq_length") if isinstance(settings, dict) else None
+    settings = _transformer_settings(folder)
+    of_tokenizer = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
+    value = of_tokenizer.get("model_max_length", settings.get("max_seq_length"))
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"{folder / _TRANSFORMER_SETTINGS}: max_seq_length is {value!r:.80}; expected above 0")
+        raise ConfigurationError(
+            f"{folder / TRANSFORMER_SETTINGS[0]}: max_seq_length is {value!r:.80}; expected above 0"
+        )
     return value
 
 
@@ -445,13 +475,17 @@ def _pooling(config: Mapping[str, Any]) -> Pooling:
     return Pooling(tuple(str(mode) for mode in modes))
 
 
-def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
-    in_features, out_features = (_size(folder, config, name) for name in ("in_features", "out_features"))
-    for name, usual in (("module_input_name", "sentence_embedding"), ("use_residual", False)):
+def _check_is_of_vectors(folder: Path, config: Mapping[str, Any]) -> None:
+    for name, usual in (("module_input_name", _OUTPUT), ("module_output_name", _OUTPUT), ("use_residual", False)):
         if config.get(name, usual) not in (usual, None):
             raise ConfigurationError(
                 f"{folder / 'config.json'}: {name} is {config[name]!r:.80}, which is not supported"
             )
+
+
+def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
+    in_features, out_features = (_size(folder, config, name) for name in ("in_features", "out_features"))
+    _check_is_of_vectors(folder, config)
     activation = _activation(folder / "config.json", config.get("activation_function", "torch.nn.Tanh"))
     return Dense(folder, in_features, out_features, config.get("bias") is not False, activation)
 

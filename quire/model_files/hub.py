@@ -55,6 +55,7 @@ from quire.model_files.model_directory import (
     INDEX_FILE,
     OLDER_QUANTIZATIONS,
     SINGLE_FILE,
+    TRANSFORMER_SETTINGS,
     HubName,
     ModelDirectory,
     shard_names,
@@ -79,7 +80,7 @@ _SMALL = (
     "chat_template.json",
     *OLDER_QUANTIZATIONS,
     EMBEDDING_MODULES,
-    "sentence_bert_config.json",
+    *TRANSFORMER_SETTINGS,
     "config_sentence_transformers.json",
 )
 # Further chat templates, and modules of embeddings.

@@ -93,6 +93,10 @@ OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq
 EMBEDDING_MODULES = "modules.json"
 """A file that sentence-transformers writes to directories of models that give embeddings."""
 
+_SETTINGS_OF = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TRANSFORMER_SETTINGS = tuple(f"sentence_{each}_config.json" for each in _SETTINGS_OF)
+"""The files of one of its modules: the first of them counts. Older releases named them by the encoder."""
+
 _SPECIAL_TOKEN_NAMES = ("_token", "additional_special_tokens", "extra_special_tokens")
 
 

@@ -19,7 +19,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 VOCAB_SIZE = 320
 MAX_LENGTH = 512
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -697,7 +697,7 @@ def make_model_with_images(directory: Path, name: str, *, seed: int = 0) -> PreT
     """As `make_model`, of WITH_IMAGES."""
     family, text, vision = WITH_IMAGES[name]
     # Configurations change the dictionaries that they take.
-    fields = copy.deepcopy({"text_config": {**_COMMON, **text}, "vision_config": vision})
+    fields = copy.deepcopy({"text_config": {**COMMON, **text}, "vision_config": vision})
     config = getattr(transformers, f"{family}Config")(**fields, tie_word_embeddings="tie_word_embeddings" in text)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(model, seed)
@@ -718,7 +718,7 @@ def make_model(
     """
     if isinstance(family, str):
         family = FAMILIES[family]
-    fields = json.dumps({**_COMMON, **family.fields, **changes})
+    fields = json.dumps({**COMMON, **family.fields, **changes})
     model, files = _made(family.name, family.config, fields, seed, max_shard_size)
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():

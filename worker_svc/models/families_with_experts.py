@@ -123,10 +123,17 @@ WITH_EXPERTS.add(
     ),
 )
 
+
+def _shared_size(fields: ConfigFields, _: DecoderConfig) -> int:
+    # transformers has another shared expert for 0.
+    return fields.integer("num_shared_experts") * fields.integer("moe_intermediate_size")
+
+
 # Norms on the heads of query and key, and the experts of DeepSeek V3.
 WITH_EXPERTS.add(
     "HYV3ForCausalLM",
     {**_NUMBERED, "num_experts": 192, "router_scaling_factor": 2.826},
+    only=NO_MLP_BIAS,
     head_norms=HEAD_NORMS,
     experts=deepseek_experts(
         "num_experts",
@@ -135,6 +142,7 @@ WITH_EXPERTS.add(
         dense_layers=dense_layers_by_types,
         router="router.gate",
         correction="expert_bias",
+        shared_inner_size=_shared_size,
         shared="mlp.shared_mlp",
     ),
 )
@@ -163,12 +171,20 @@ def _tolerance(fields: ConfigFields, _: DecoderConfig) -> float:
     return fields.number("router_jitter_noise", 0.01) if fields.values.get("router_jitter_noise") != 0 else 0.0
 
 
-# Mixtral with layer norms, biases, and another choice of experts.
+def _head_bias(fields: ConfigFields, config: DecoderConfig) -> bool:
+    found = fields.flag("lm_head_bias", False)
+    if found and config.tied:
+        raise fields.error("tie_word_embeddings", True, "false if lm_head_bias is true")
+    return found
+
+
+# Mixtral with layer norms, biases, and another choice of experts: always two.
 WITH_EXPERTS.add(
     "PhimoeForCausalLM",
+    only={"num_experts_per_tok": 2},
     fixed=NO_MLP_BIAS,
     **LAYER_NORMS,
-    head_bias=flag("lm_head_bias"),
+    head_bias=_head_bias,
     experts=mixtral_experts(16, 2, normalized=False, scoring=Scoring.SPARSE_MIXER, tolerance=_tolerance),
     sliding_windows=window_everywhere,
 )
@@ -238,7 +254,7 @@ def _ernie_shared_size(fields: ConfigFields, _: DecoderConfig) -> int | None:
 # ERNIE 4.5 with experts whose choice is corrected, in some of the layers.
 WITH_EXPERTS.add(
     "Ernie4_5_MoeForCausalLM",
-    only={"use_bias": False},
+    only={"use_bias": False, "moe_norm_min": 1e-12},
     fixed=NO_BIASES,
     rotates_neighbours=True,
     experts=experts(

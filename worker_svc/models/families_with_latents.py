@@ -72,6 +72,7 @@ WITH_LATENTS.add(
     "DeepseekV2ForCausalLM",
     {"n_routed_experts": 64, "n_shared_experts": 2, "topk_method": "greedy"},
     like=_YOUTU,
+    only=NO_MLP_BIAS,
     experts=_deepseek_v2_experts,
 )
 
@@ -122,6 +123,7 @@ WITH_LATENTS.add(
         "rope_interleave": False,
     },
     like=_YOUTU,
+    fixed={"mlp_bias": lambda fields: fields.flag("mlp_bias", False)},
     latent=_minicpm_latent,
     embedding_scale=number("scale_emb"),
     residual_scale=_residual_scale,

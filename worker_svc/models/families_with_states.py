@@ -32,6 +32,7 @@ from worker_svc.models.family_parts import (
     mixtral_experts,
     number,
     qwen_experts,
+    state_activation,
     two_rotations,
     windows,
 )
@@ -93,7 +94,7 @@ def delta_rule(inputs: DeltaInputs) -> Any:
             num_values,
             *sizes,
             num_taps=fields.integer("linear_conv_kernel_dim", 4, minimum=2),
-            activation=config.activation,
+            activation=state_activation()(fields, config),
             norm_eps=config.norm_eps,
             inputs=inputs,
         )
@@ -194,7 +195,7 @@ def _kimi_delta(fields: ConfigFields, config: DecoderConfig) -> KimiDeltaConfig:
         num_heads=section.integer("num_heads", fields.integer("linear_num_heads", 32)),
         head_dim=head_dim,
         num_taps=section.integer("short_conv_kernel_size", fields.integer("linear_conv_kernel_dim", 4, minimum=2)),
-        activation=config.activation,
+        activation=state_activation()(fields, config),
         norm_eps=config.norm_eps,
     )
 
@@ -379,7 +380,8 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
         num_groups = given.integer("mamba_n_groups", 1)
         if num_heads % num_groups:
             raise fields.error("mamba_n_groups", num_groups, f"a divisor of the {num_heads} heads")
-        read = {name: part(given, config) if callable(part) else part for name, part in parts.items()}
+        named = {"activation": state_activation(), **parts}
+        read = {name: part(given, config) if callable(part) else part for name, part in named.items()}
         sizes: dict[str, Any] = {
             "module": "mamba",
             "num_heads": num_heads,
@@ -387,7 +389,6 @@ def mamba2(defaults: Values | None = None, **parts: Any) -> Any:
             "num_groups": num_groups,
             "state_dim": given.integer("mamba_d_state"),
             "num_taps": given.integer("mamba_d_conv", 4, minimum=2),
-            "activation": config.activation,
             "norm_eps": config.norm_eps,
             "taps_bias": given.flag("mamba_conv_bias", True),
             "bias": given.flag("mamba_proj_bias", False),
@@ -544,6 +545,8 @@ WITH_STATES.add(
         "hidden_act": "gelu",
         "layers_block_type": ["hybrid" if index in _ZAMBA_HYBRIDS else "mamba" for index in range(54)],
     },
+    # Else transformers does not share the blocks either.
+    only={"tie_word_embeddings": True},
     fixed={
         **NO_BIASES,
         "head_dim": lambda fields: head_dim_of(
@@ -575,13 +578,13 @@ def mamba(module: str, names: Sequence[str], **parts: Any) -> Any:
 
     def read(fields: ConfigFields, config: DecoderConfig) -> MambaConfig:
         is_auto = fields.values.get(rank, "auto") == "auto"
-        read = {name: part(fields, config) if callable(part) else part for name, part in parts.items()}
+        named = {"activation": state_activation(), **parts}
+        read = {name: part(fields, config) if callable(part) else part for name, part in named.items()}
         sizes: dict[str, Any] = {
             "module": module,
             "state_dim": fields.integer(state_dim, 16),
             "step_rank": -(-config.hidden_size // 16) if is_auto else fields.integer(rank),
             "num_taps": fields.integer(taps, 4, minimum=2),
-            "activation": config.activation,
             "norm_eps": config.norm_eps,
             "taps_bias": fields.flag(taps_bias, True),
             "bias": fields.flag(bias, False),
@@ -684,7 +687,7 @@ def _only_mamba2(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config:
         num_groups=num_groups,
         state_dim=fields.integer("state_size", 128),
         num_taps=fields.integer("conv_kernel", 4, minimum=2),
-        activation=config.activation,
+        activation=state_activation()(fields, config),
         norm_eps=config.norm_eps,
         taps_bias=fields.flag("use_conv_bias", True),
         bias=fields.flag("use_bias", False),
@@ -731,7 +734,7 @@ def _nemotron_mamba(fields: ConfigFields, config: DecoderConfig) -> Mamba2Config
         num_groups=num_groups,
         state_dim=fields.integer("ssm_state_size", 128),
         num_taps=fields.integer("conv_kernel", 4, minimum=2),
-        activation=fields.text("mamba_hidden_act", "silu"),
+        activation=state_activation("mamba_hidden_act")(fields, config),
         norm_eps=config.norm_eps,
         taps_bias=fields.flag("use_conv_bias", True),
         bias=fields.flag("use_bias", False),

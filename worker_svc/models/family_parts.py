@@ -96,6 +96,18 @@ def if_flag(name: str, part: object) -> Reader:
     return lambda fields, _: part if fields.flag(name, False) else None
 
 
+def state_activation(name: str = "hidden_act") -> Reader:
+    """The activation of the convolutions of layers that keep a state, by the field `name`."""
+
+    def read(fields: ConfigFields, _: DecoderConfig) -> str:
+        value = fields.text(name, "silu")
+        if value not in ("silu", "swish"):
+            raise fields.error(name, value, "silu, which is the only activation of layers that keep a state")
+        return "silu"
+
+    return read
+
+
 # Windows
 
 
@@ -180,6 +192,8 @@ def rope_sections(fields: ConfigFields, theta: float, sliding_name: str, sliding
     if not all(isinstance(section, dict) for section in found):
         raise fields.error("rope_parameters", given, "a section for each kind of layer")
     bases = (fields.number("rope_theta", theta), fields.number(sliding_name, sliding_theta))
+    # transformers does not read `truncate` in sections.
+    found = [{name: value for name, value in section.items() if name != "truncate"} for section in found]
     full, sliding = ({"rope_theta": base, **section} for base, section in zip(bases, found, strict=True))
     plain = {**fields.values, "rope_scaling": None}
     return {**plain, "rope_parameters": full}, {**plain, "rope_parameters": sliding}

@@ -335,6 +335,12 @@ def tool_choice_of(choice: str | ToolChoiceObject | None) -> ToolChoice | None:
     return None
 
 
+def _template_arguments(body: ConversationFields) -> dict[str, Any]:
+    own = {"enable_thinking": body.enable_thinking, "documents": body.documents}
+    named = {name: value for name, value in own.items() if value is not None}
+    return effort_arguments(body.reasoning_effort) | named | (body.chat_template_kwargs or {})
+
+
 def template_options(body: ConversationFields) -> TemplateOptions:
     """Options of the chat template. Raises InvalidArgument for integers beyond the range of the message's floats."""
     options = TemplateOptions()
@@ -342,9 +348,7 @@ def template_options(body: ConversationFields) -> TemplateOptions:
         options.add_generation_prompt = body.add_generation_prompt
     if body.continue_final_message is not None:
         options.continue_final_message = body.continue_final_message
-    own = {"enable_thinking": body.enable_thinking, "documents": body.documents}
-    named = {name: value for name, value in own.items() if value is not None}
-    if arguments := effort_arguments(body.reasoning_effort) | named | (body.chat_template_kwargs or {}):
+    if arguments := _template_arguments(body):
         try:
             options.arguments.update(arguments)
         except OverflowError:
@@ -407,6 +411,7 @@ def chat_prompt(messages: Sequence[Message], fields: ConversationFields) -> Chat
         [chat_message(each) for each in messages],
         tools=[_tool_of(each) for each in fields.tools or () if not each.is_left_out],
         template_options=template_options(fields),
+        template_arguments=_template_arguments(fields),
         template=fields.chat_template,
     )
 

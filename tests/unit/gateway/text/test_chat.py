@@ -224,6 +224,21 @@ def test_tools_and_calls_render_as_in_transformers():
     assert ChatTemplate(HERMES_TEMPLATE, SPECIAL_TOKENS).render(ChatPrompt(CALLED, tools=[TOOL])) == expected
 
 
+_WITH_THINKING = """{% for m in messages %}<{{ m.role }}>{% if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}{% endfor %}"""
+
+
+def test_reasoning_before_a_call_with_a_text_is_shown_unless_the_template_refuses_it():
+    expected = render_by_transformers(_WITH_THINKING, AS_MESSAGES, add_generation_prompt=True)
+    assert "(why)Hm<tool_call>" in expected
+    assert render(_WITH_THINKING, CALLED) == expected
+    # As gpt-oss's.
+    check = "{% if m.thinking and m.content and m.tool_calls %}{{ raise_exception('both') }}{% endif %}<{{ m.role }}>"
+    assert render(_WITH_THINKING.replace("<{{ m.role }}>", check), CALLED) == expected.replace("(why)", "")
+
+
 @pytest.mark.parametrize("content", ["It is", "It is ", " {}"])
 @pytest.mark.parametrize("source", [HERMES_TEMPLATE, "{% for m in messages %}<{{ m.content | trim }}>{% endfor %}"])
 def test_a_message_is_continued_as_in_transformers(source, content):

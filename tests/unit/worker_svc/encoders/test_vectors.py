@@ -158,6 +158,51 @@ def test_modules_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     check(make_embedding_model(tmp_path, modules=VARIANTS[name]))
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 9, "do_lower_case": True}),
+        ("sentence_roberta_config.json", {"max_seq_length": 9, "do_lower_case": True}),
+        ("sentence_xlnet_config.json", {"max_seq_length": 50, "tokenizer_args": {"model_max_length": 7}}),
+        ("sentence_bert_config.json", {}),
+    ],
+)
+def test_texts_are_read_and_cut_as_the_settings_of_older_and_newer_releases_say(
+    name: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    make_embedding_model(tmp_path, max_seq_length=None, max_positions=40)
+    (tmp_path / "sentence_bert_config.json").unlink()
+    (tmp_path / name).write_text(json.dumps(settings))
+    for file, old, new in (
+        ("tokenizer.json", '"lowercase": true', '"lowercase": false'),
+        ("tokenizer_config.json", '"model_max_length": 40', '"model_max_length": 20'),
+    ):
+        text = (tmp_path / file).read_text()
+        assert old in text
+        (tmp_path / file).write_text(text.replace(old, new))
+    files = EmbeddingFiles.of(ModelDirectory.open(tmp_path))
+    assert files is not None
+    assert files.max_tokens == SentenceTransformer(str(tmp_path), device="cpu").max_seq_length
+    check(tmp_path, ("the Cat SAT", "a big dog"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "custom_st.Transformer"}, "has a module of the type custom_st.Transformer, which is not supported"),
+        ({"path": "0_Transformer"}, "has the Transformer in the folder 0_Transformer; only a directory that has its"),
+    ],
+)
+def test_transformers_of_other_packages_and_places_are_refused(
+    change: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    file = make_embedding_model(tmp_path) / "modules.json"
+    first, *rest = json.loads(file.read_text())
+    file.write_text(json.dumps([first | change, *rest]))
+    with pytest.raises(ConfigurationError, match=message):
+        EmbeddingFiles.of(ModelDirectory.open(tmp_path))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_of_the_shortest_and_the_longest_text_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     directory = ModelDirectory.open(make_embedding_model(tmp_path, family))
@@ -202,6 +247,14 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
         ((("WordWeights", {}),), "has a module of the type WordWeights, which is not supported; supported are"),
         ((("Normalize", {}),), "has no Pooling directly behind the Transformer"),
         ((("Pooling", {"include_prompt": False}),), "include_prompt of Pooling is false, which is not supported"),
+        (
+            (*MEAN, ("Normalize", {"module_input_name": "token_embeddings"})),
+            "module_input_name is 'token_embeddings', w",
+        ),
+        (
+            (*MEAN, ("Dense", DENSE | {"in_features": 48, "module_output_name": "x"})),
+            "module_output_name is 'x', which",
+        ),
         ((("Pooling", {"pooling_mode": "sum"}),), r"the pooling mode \['sum'\] is not supported; supported are cls, "),
         (
             (*MEAN, ("Dense", DENSE)),

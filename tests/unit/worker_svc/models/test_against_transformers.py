@@ -23,6 +23,7 @@ from tests.support.models import (
     NATIVE,
     STATES,
     VOCAB_SIZE,
+    WIDE_LATENT,
     WITH_IMAGES,
     Family,
     edit_config,
@@ -239,6 +240,7 @@ LONG_ROPE = {
     },
 }
 
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("GPT2", {"scale_attn_weights": False, "activation_function": "gelu"}),
     ("GPT2", {"activation_function": "relu", "layer_norm_epsilon": 1e-2}),
@@ -258,6 +260,18 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("Phi3", LONG_ROPE),
     ("Phi3", {"head_dim": 24}),
     ("Qwen2Moe", {**FEW_EXPERTS, "shared_expert_intermediate_size": 48, "head_dim": 24}),
+    ("MiniCPM3", {**WIDE_LATENT, "v_head_dim": 16, "mlp_bias": True}),
+    # transformers reads `truncate` only where all layers have one rotation.
+    (
+        "Olmo3",
+        {
+            **ALTERNATING,
+            "rope_parameters": {
+                "full_attention": {**_YARN, "truncate": False},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 ]
 
 
@@ -265,6 +279,32 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     reference = make_model(tmp_path, Family(family, fields))
     assert_serves_like(reference, load(tmp_path, model_impl="native"))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("DeepseekV2", {"mlp_bias": True}, "mlp_bias is True; expected false"),
+        ("HYV3", {"mlp_bias": True}, "mlp_bias is True; expected false"),
+        ("HYV3", {"num_shared_experts": 0}, "num_shared_experts is 0; expected an integer of at least 1"),
+        ("Phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3.*; expected 2, the only supported value"),
+        ("Phimoe", {"lm_head_bias": True, "tie_word_embeddings": True}, "tie_word_embeddings is True; expected false"),
+        ("Ernie4_5_Moe", {"moe_norm_min": 0.5}, "moe_norm_min is 0.5; expected 1e-12, the only supported value"),
+        ("Qwen3Next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu, which is the only activation of"),
+        ("Zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings is False; expected true"),
+        ("NemotronH", {"mamba_hidden_act": "relu"}, "mamba_hidden_act is 'relu'; expected silu"),
+    ],
+)
+def test_values_that_transformers_computes_in_another_way_are_refused(
+    family: str, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DECODERS[f"{family}ForCausalLM"].read_config(fields)
+
+
+def test_another_name_of_silu_is_read_for_layers_that_keep_a_state(tmp_path: Path) -> None:
+    reference = make_model(tmp_path, "qwen3.5", hidden_act="swish")
+    assert_serves_like(reference, load(tmp_path))
 
 
 def test_mistral_with_types_of_layers_has_windows_in_some(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """Conversations of chats: what messages, tools and template options become, and how errors name them."""
 
+import json
+
 import pytest
 from google.protobuf.json_format import MessageToDict
 
 from gateway.api.openai.schemas import ChatBody, chat_names, chat_options
+from gateway.text.chat import ChatTemplate
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_AUTO,
@@ -75,6 +78,14 @@ def test_what_the_template_gets():
     asked = prompt(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}).template_options
     assert asked is not None
     assert MessageToDict(asked.arguments) == {"reasoning_effort": "none", "enable_thinking": True}
+
+
+def test_the_template_gets_arguments_in_the_order_and_with_the_numbers_of_the_body():
+    document = {"title": "b", "text": "a", "id": 2**60 + 1, "score": 1.0, "a": None}
+    asked = prompt(documents=[document], chat_template_kwargs={"tool": {"name": "x", "description": "d", "at": {}}})
+    template = ChatTemplate("{{ documents[0] | tojson }}{{ tool | tojson }}", {})
+    expected = json.dumps(document) + '{"name": "x", "description": "d", "at": {}}'
+    assert template.render(asked) == expected
 
 
 def test_errors_name_the_fields_as_they_came():
