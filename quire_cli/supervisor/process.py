@@ -73,7 +73,7 @@ class ServiceSpec:
         niceness: The niceness of the child in addition to this process's.
         on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
-        listener: The socket that the child inherits.
+        listener: Has the socket that the child inherits.
     """
 
     name: str
@@ -196,9 +196,9 @@ class SupervisedProcess:
 
     async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
         """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
+        listener = None if self._spec.listener is None else self._spec.listener.lend()
+        inherited = [] if listener is None else [listener.fileno()]
         try:
-            listener = None if self._spec.listener is None else self._spec.listener.lend()
-            inherited = [] if listener is None else [listener.fileno()]
             self._process = child = await _Child.start(
                 [
                     sys.executable,
@@ -223,6 +223,8 @@ class SupervisedProcess:
         finally:
             for pipe in pipes:
                 pipe.close_write_end()
+            if listener is not None:
+                listener.close()
         self.starts += 1
         if self._stopping.is_set():
             self.signal(signal.SIGTERM)

@@ -21,10 +21,13 @@ class SharedListener:
         self._is_closed = False
 
     def lend(self) -> socket.socket | None:
-        """The socket, for a process that is about to start; listens if need be. None after `close`. Raises OSError."""
-        if self._socket is None and not self._is_closed:
+        """A copy of the socket, for a process that is about to start; None after `close`. The caller closes it. Raises
+        OSError."""
+        if self._is_closed:
+            return None
+        if self._socket is None:
             self._socket = listen(self._address.host, self._address.port, reuse_port=True)
-        return self._socket
+        return self._socket.dup()
 
     def begin(self, name: str) -> None:
         """The process with this name accepts connections."""
