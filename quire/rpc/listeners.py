@@ -43,11 +43,13 @@ def inherited_listener(environ: Mapping[str, str]) -> socket.socket | None:
         raise ConfigurationError(f"LISTEN_FDS is {count}; pass one socket, for HTTP")
     try:
         listener = socket.socket(fileno=INHERITED_DESCRIPTOR)
+        listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
         raise ConfigurationError(f"descriptor {INHERITED_DESCRIPTOR} is not a socket: {error.strerror}") from error
     is_tcp = listener.family in (socket.AF_INET, socket.AF_INET6) and listener.type == socket.SOCK_STREAM
-    if not is_tcp or not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        raise ConfigurationError(f"the inherited socket is {listener}; it must listen at a TCP address")
+    if not (is_tcp and listens):
+        with listener:
+            raise ConfigurationError(f"the inherited socket is {listener}; it must listen at a TCP address")
     listener.set_inheritable(False)
     return _without_delay(listener)
 
