@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import importlib
 import logging
 import resource
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -118,9 +120,11 @@ class Gateway:
         *,
         authenticator: Authenticator | None = None,
         around_http: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+        listener: socket.socket | None = None,
     ) -> Self:
         """Listens on both ports, and connects to schedulers in the background. `resolver` resolves DNS names, and
-        `authenticator` replaces the one of the settings. `around_http` makes the application of the HTTP port.
+        `authenticator` replaces the one of the settings. `around_http` makes the application of the HTTP port, which
+        is the port of `listener` if there is one.
 
         Raises:
             ConfigurationError: the model directory, a file or an address cannot be used; the message has one line.
@@ -162,7 +166,7 @@ class Gateway:
         # The maximum of one tenant. Without key files all callers are one tenant, which needs no maximum of its own.
         share = settings.max_total_body_bytes // 2 if settings.keys_files else None
         bodies = BodyMemory(settings.max_total_body_bytes, share)
-        http = HttpServer(app, settings, bodies, metrics.refused_connections.inc, tls.public)
+        http = HttpServer(app, settings, bodies, metrics.refused_connections.inc, tls.public, listener)
         idle_calls = IdleCalls()
         interceptors: list[grpc.aio.ServerInterceptor] = [
             # The outermost interceptor comes first.
@@ -289,16 +293,19 @@ def allow_open_files(max_connections: int) -> None:
         )
 
 
-async def serve(settings: GatewaySettings) -> None:
-    """Runs a gateway until it is cancelled, then drains it.
+async def serve(settings: GatewaySettings, listener: socket.socket | None = None) -> None:
+    """Runs a gateway until it is cancelled, then drains it. HTTP connections come from `listener` if there is one.
 
     Raises:
         ConfigurationError: it cannot start; the message has one line.
     """
+    if listener is not None:
+        host, port = listener.getsockname()[:2]
+        settings = dataclasses.replace(settings, http_host=host, http_port=port)
     allow_open_files(settings.max_connections)
     metrics = GatewayMetrics(settings.tenant_metrics)
     with _metrics_server(settings, metrics):
-        gateway = await Gateway.start(settings, metrics)
+        gateway = await Gateway.start(settings, metrics, listener=listener)
         # Loaded objects live on. A garbage collection that visits them would block the event loop for about 50 ms.
         gc.collect()
         gc.freeze()

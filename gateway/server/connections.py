@@ -20,8 +20,9 @@ from gateway.request.body_memory import BodyMemory, message_memory
 from gateway.server.uvicorn_internals import MAX_HEADER_LINES, ConnectionState, Protocol, ServerState, make_config
 from gateway.settings import GatewaySettings
 from quire.model_files.progress import shown_bytes
-from quire.rpc.address import ALL_IPV6, TcpAddress, check_bindable
+from quire.rpc.address import TcpAddress, check_bindable
 from quire.rpc.errors import QuireError, ResourceExhausted
+from quire.rpc.listeners import BACKLOG, address_of, listen
 from quire.rpc.patience import LAST_LOOK_S, PatientTimer
 from quire.rpc.tls import HttpsFiles, ServerTls
 from quire.runtime import clock
@@ -193,8 +194,10 @@ class HttpServer:
         bodies: BodyMemory,
         on_refusal: Callable[[], None],
         tls: ServerTls | None,
+        listener: socket.socket | None = None,
     ) -> None:
-        """Listens on the address of the settings. `on_refusal` is called for each connection beyond the maximum.
+        """Listens on the address of the settings, or takes an inherited `listener`. `on_refusal` is called for each
+        connection beyond the maximum.
 
         Raises:
             ConfigurationError: the address or the files of `tls` cannot be used.
@@ -208,24 +211,12 @@ class HttpServer:
         # The holders of places. Each connection has a place from its start to its end.
         self._holders: set[object] = set()
         self._https = None if tls is None else HttpsFiles(tls)
-        self._listener = self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
-        self.address = str(TcpAddress(*self._listener.getsockname()[:2]))
+        self._listener = listener or self._bind(settings.http_host, settings.http_port, reuse_port=settings.reuse_port)
+        self.address = str(address_of(self._listener))
 
     def _bind(self, host: str, port: int, *, reuse_port: bool) -> socket.socket:
         check_bindable(TcpAddress(host, port), reuse_port=reuse_port)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server(
-            (host, port),
-            family=family,
-            backlog=1024,
-            reuse_port=reuse_port,
-            # As gRPC does.
-            dualstack_ipv6=host == ALL_IPV6 and socket.has_dualstack_ipv6(),
-        )
-        # Connections inherit the option. Without it, a client with delayed acknowledgements waits 40 ms for each body
-        # of an answer. uvloop sets it by itself, asyncio only for sockets that it creates.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
+        return listen(host, port, reuse_port=reuse_port)
 
     async def run_until_stopped(self) -> None:
         """Serves until `stop`, then ends the connections."""
@@ -254,7 +245,7 @@ class HttpServer:
                 task.cancel("the server stops")
 
     def hand_over(self) -> None:
-        """Closes the port, which other gateways share. Open connections continue."""
+        """Stops listening; other gateways share the port, or its socket. Open connections continue."""
         self._server.close()
 
     def stop(self) -> None:
@@ -266,7 +257,7 @@ class HttpServer:
         if self._https is not None:
             return TlsListener(self, self._listener, self._https.context())
         loop = asyncio.get_running_loop()
-        return await loop.create_server(self.make_protocol, sock=self._listener, backlog=self.config.backlog)
+        return await loop.create_server(self.make_protocol, sock=self._listener, backlog=BACKLOG)
 
     def make_protocol(self, handshake: object | None = None) -> asyncio.Protocol:
         """The protocol of a connection; `handshake` is the holder of its place in the TLS handshake."""

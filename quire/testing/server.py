@@ -72,7 +72,7 @@ class ChildServer:
         """Starts it and waits until it serves. It ends with the thread that calls this. Raises ServerError."""
         self._is_ready.clear()
         self._process = process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), "0", *self._arguments],
+            [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), "0", "-", *self._arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

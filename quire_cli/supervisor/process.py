@@ -17,6 +17,7 @@ from typing import Any, Self
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
+from quire_cli.supervisor.shared_listener import SharedListener
 
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.
@@ -72,6 +73,7 @@ class ServiceSpec:
         niceness: The niceness of the child in addition to this process's.
         on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
+        listener: Has the socket that the child inherits.
     """
 
     name: str
@@ -80,6 +82,7 @@ class ServiceSpec:
     on_output: Callable[[str], None] | None = None
     is_proven: Callable[[], bool] = lambda: False
     niceness: int = 0
+    listener: SharedListener | None = None
 
 
 class SupervisedProcess:
@@ -188,9 +191,13 @@ class SupervisedProcess:
         finally:
             for pipe in pipes:
                 await pipe.finish(_PIPES_GRACE_S)
+            if self._spec.listener is not None:
+                self._spec.listener.end(self.name)
 
     async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
         """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
+        listener = None if self._spec.listener is None else self._spec.listener.lend()
+        inherited = [] if listener is None else [listener.fileno()]
         try:
             self._process = child = await _Child.start(
                 [
@@ -200,6 +207,7 @@ class SupervisedProcess:
                     _LAUNCHER,
                     str(os.getpid()),
                     str(self._spec.niceness),
+                    *(map(str, inherited) if inherited else "-"),
                     *self._spec.command(),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -207,6 +215,7 @@ class SupervisedProcess:
                 stdout=pipes[1].write_end if len(pipes) > 1 else 2,
                 stderr=pipes[0].write_end,
                 env=self._spec.environ,
+                pass_fds=inherited,
                 # Its own group: Ctrl-C in the terminal reaches the supervisor only, which then stops all in order. Not
                 # its own session: Linux weighs sessions against each other, and niceness would count within each only.
                 process_group=0,
@@ -214,6 +223,8 @@ class SupervisedProcess:
         finally:
             for pipe in pipes:
                 pipe.close_write_end()
+            if listener is not None:
+                listener.close()
         self.starts += 1
         if self._stopping.is_set():
             self.signal(signal.SIGTERM)

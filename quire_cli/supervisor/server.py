@@ -31,6 +31,7 @@ from quire_cli.supervisor.commands import Commands, Programs, child_environ, gat
 from quire_cli.supervisor.models import check_memory, niceness_of, shares_of_memory
 from quire_cli.supervisor.process import RestartBackoff, ServiceSpec, SupervisedProcess, print_error
 from quire_cli.supervisor.settings import ServeSettings
+from quire_cli.supervisor.shared_listener import SharedListener
 
 # Packages that the services need and a client does not: without them a service would crash at each start.
 _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn")
@@ -53,8 +54,9 @@ def report_on_stderr(line: str) -> None:
 class LocalServer:
     """Worker, scheduler and gateways of one replica as supervised child processes.
 
-    The gateways listen on the same two ports, among which the kernel spreads new connections. Each port is reserved
-    until the server stops, so that a gateway that is started again finds it free.
+    The gateways share two ports, which are reserved until the server stops. They inherit the socket of HTTP, in which
+    connections wait while gateways restart. On the port of gRPC, which takes no socket, each gateway listens itself,
+    and the kernel spreads new connections.
 
     An async context manager: entering starts the processes and returns when all gateways listen, leaving stops them in
     order, or kills them if an exception leaves the block. No process, socket or directory stays behind.
@@ -82,6 +84,7 @@ class LocalServer:
         self._progress = progress
         self._programs = programs or Programs()
         self._ports: list[ReservedPort] = []
+        self._http: SharedListener | None = None
         self._directory: RunDirectory | None = None
         self._commands: Commands | None = None
         self._probe_key: str | None = None
@@ -163,6 +166,8 @@ class LocalServer:
         """Stops all in order. Gateways finish their live requests first, for up to the drain timeout. Idempotent."""
         for watching in self._watches:
             watching.cancel()
+        if self._http is not None:
+            self._http.close()
         try:
             for number, stage in enumerate(self._stages):
                 grace_s = _EXIT_GRACE_S + (self._settings.drain_timeout if number == 0 else 0.0)
@@ -241,6 +246,7 @@ class LocalServer:
                 self._ports.append(ReservedPort.reserve(host, port))
             except AddressInUse as error:
                 raise AddressInUse(f"{error}; --{name}-port takes another one, or 0 for a free one") from error
+        self._http = SharedListener(self._ports[1].address)
         self._directory = RunDirectory.make()
         probe_keys = None
         if settings.requires_keys:
@@ -273,6 +279,8 @@ class LocalServer:
         if not line.startswith(_LISTENING):
             print_error(line)
             return
+        if self._http is not None:
+            self._http.begin(name)
         self._not_listening.discard(name)
         if not self._not_listening:
             self._all_listen.set()
@@ -319,6 +327,7 @@ class LocalServer:
                 partial(self._read_gateway_line, gateway_name(number)),
                 # The other gateways keep serving, and a loaded model is worth more than an early report.
                 is_proven=self._all_listen.is_set,
+                listener=self._http,
             )
             for number in commands.gateways
         ]

@@ -22,6 +22,7 @@ import grpc.aio
 from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2, generation_pb2_grpc, model_pb2, model_pb2_grpc, prefix_pb2, prefix_pb2_grpc
 from quire.rpc.errors import FieldViolation, InvalidArgument, NotFound, QuireError
+from quire.rpc.listeners import inherited_listener, listen
 from quire.rpc.process import CONFIGURATION_EXIT_STATUS, report_configuration_error
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import ServerTls
@@ -273,9 +274,8 @@ async def _run(flags: argparse.Namespace) -> None:
         local_socket=flags.local_socket,
     )
 
-    http = await asyncio.start_server(
-        lambda _, writer: writer.close(), host, flags.http_port, reuse_port=flags.reuse_port
-    )
+    listener = inherited_listener(os.environ) or listen(host, flags.http_port, reuse_port=flags.reuse_port)
+    http = await asyncio.start_server(lambda _, writer: writer.close(), sock=listener)
     http_address = f"{host}:{http.sockets[0].getsockname()[1]}"
     print("a line of another kind", flush=True)
     print(f"quire-gateway: listening grpc={server.address} http={http_address}", flush=True)

@@ -11,6 +11,8 @@ import sys
 
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _MAX_NUMBER_BYTES = 20
+# The socket that a service inherits by systemd's protocol, if it inherits one.
+_LISTENER = 3
 
 
 def main(address: str, *words: str) -> None:
@@ -19,7 +21,10 @@ def main(address: str, *words: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.connect(address)
         request = [words, dict(os.environ), os.getpgid(0)]
-        socket.send_fds(link, [json.dumps(request).encode()], (0, 1, 2))
+        passed = (_LISTENER,) if os.environ.get("LISTEN_PID") == str(os.getpid()) else ()
+        socket.send_fds(link, [json.dumps(request).encode()], (0, 1, 2, *passed))
+        for descriptor in passed:
+            os.close(descriptor)
         pid = int(link.recv(_MAX_NUMBER_BYTES))
 
         def forward(number: int, _: object) -> None:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 _MAX_MESSAGE_BYTES = 1 << 17
-_STANDARD = (0, 1, 2)
+# The standard streams, and the listening socket of services that inherit one.
+_INHERITED = (0, 1, 2, 3)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_THP_DISABLE = 41
 
@@ -41,19 +42,21 @@ class Request:
 
     def become(self, descriptors: list[int]) -> None:
         """Gives this process the state that an exec by the requesting process would keep. These are its standard
-        streams."""
+        streams, and its listening socket if it has one."""
         # A fork ends with the process that forks, as a service with its supervisor.
         prctl = ctypes.CDLL(None).prctl
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # In huge pages the fork would have a copy of all that it shares with this process, which takes 0.2 s.
         prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
         os.setpgid(0, self.group)
-        for descriptor, standard in zip(descriptors, _STANDARD, strict=True):
-            os.dup2(descriptor, standard)
+        for descriptor, number in zip(descriptors, _INHERITED, strict=False):
+            os.dup2(descriptor, number)
             os.close(descriptor)
         for name in os.environ.keys() - self.environ.keys():
             del os.environ[name]
         os.environ.update(self.environ)
+        if len(descriptors) == len(_INHERITED):
+            os.environ["LISTEN_PID"] = str(os.getpid())
         # As in quire_cli.supervisor.launch.
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
@@ -87,7 +90,7 @@ class Forks:
         """True in the fork."""
         link, _ = self._listener.accept()
         try:
-            message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, len(_STANDARD))
+            message, descriptors, _, _ = socket.recv_fds(link, _MAX_MESSAGE_BYTES, len(_INHERITED))
         except ConnectionError:
             message, descriptors = b"", []
         if not message:

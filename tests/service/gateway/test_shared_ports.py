@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import select
 import socket
+import ssl
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from gateway.app import Gateway, serve
 from gateway.settings import GatewaySettings
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse
+from quire.rpc.listeners import listen
+from tests.support.certificates import make_certificates
 from tests.support.gateway_process import running_gateway
 from tests.support.ports import free_port
 from tests.support.processes import until_true
@@ -63,6 +67,30 @@ async def test_gateways_that_ask_for_it_share_both_ports(scheduler, directory: P
             async with asyncio.timeout(30):
                 while seen != expected:
                     seen.add(await id_behind(first.gateway.grpc_address))
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+async def test_a_connection_to_an_inherited_socket_waits_for_the_next_gateway(
+    scheduler, directory: Path, has_tls: bool
+):
+    verify: ssl.SSLContext | bool = True
+    settings: dict[str, Any] = {"grpc_port": 0, "schedulers": (scheduler.address,)}
+    if has_tls:
+        make_certificates(directory)
+        settings["tls_dir"] = directory
+        verify = ssl.create_default_context(cafile=directory / "ca.pem")
+    with listen("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        url = f"http{'s' * has_tls}://127.0.0.1:{port}/live"
+        for _ in range(2):
+            async with httpx.AsyncClient(timeout=60, verify=verify) as client:
+                waiting = asyncio.create_task(client.get(url))
+                await until_true(lambda: select.select([held], [], [], 0)[0])
+                gateway = await Gateway.start(GatewaySettings(**settings), listener=held.dup())
+                assert gateway.http_address == f"127.0.0.1:{port}"
+                assert (await waiting).status_code == 200
+            await gateway.stop(0)
+    assert not _listens(port)
 
 
 async def test_a_local_socket_that_is_served_is_in_use_and_leaves_nothing_behind(scheduler, directory: Path):

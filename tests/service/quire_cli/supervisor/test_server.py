@@ -21,7 +21,7 @@ from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings, server
 from quire_cli.supervisor.commands import Programs
 from tests.support.forks import forked
-from tests.support.processes import until_true
+from tests.support.processes import is_alive, until_true
 
 WAITS = (sys.executable, "-S", "-c", "import signal; signal.pause()")
 GATEWAY = forked("tests.support.fake_gateway", "tests.support.fake_gateway")
@@ -126,6 +126,54 @@ async def test_the_loss_of_one_leaves_connections_to_the_others_and_the_ports_al
             assert not reading.done()
             reading.cancel()
         assert (server.grpc_address, server.http_address) == addresses
+
+
+async def outcome_of(address: str) -> type[BaseException] | None:
+    """None if a gateway answers a new connection, which the stand-ins do by closing it; else the error."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(60):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            assert await reader.read() == b""
+    except (ConnectionRefusedError, ConnectionResetError) as error:
+        return type(error)
+    writer.close()
+    return None
+
+
+@pytest.mark.parametrize("gateways", [1, 2])
+async def test_connections_wait_while_gateways_restart_but_not_for_one_that_does_not_come(
+    model_directory: Path, tmp_path: Path, gateways: int
+) -> None:
+    wrong = tmp_path / "wrong"
+    programs = Programs(worker=WAITS, scheduler=WAITS, gateway=(*GATEWAY, f"--refuse-if={wrong}"))
+    async with make_server(model_directory, programs, gateways=gateways) as server:
+        listener = server.process("gateway")._spec.listener
+        assert listener is not None
+
+        async def kill_all(*, then_refuse: bool = False) -> None:
+            await until_true(lambda: len(listener._accepting) == gateways)
+            if then_refuse:
+                wrong.touch()
+            pids = [server.process(name).pid for name in NAMES[:gateways]]
+            for pid in pids:
+                os.killpg(pid, signal.SIGKILL)
+            await until_true(lambda: not any(map(is_alive, pids)))
+
+        for _ in range(2):
+            await kill_all()
+            assert await outcome_of(server.http_address) is None
+        await kill_all(then_refuse=True)
+        assert await outcome_of(server.http_address) is not None
+        wrong.unlink()
+        async with asyncio.timeout(60):
+            while await outcome_of(server.http_address) is not None:
+                pass
+        await kill_all()
+        waiting = asyncio.create_task(outcome_of(server.http_address))
+        await asyncio.sleep(0)
+    assert await waiting is not None
+    assert await outcome_of(server.http_address) is ConnectionRefusedError
 
 
 @pytest.mark.parametrize("refusing", ["gateway-1", "worker"])
