@@ -298,13 +298,13 @@ class EmbeddedServer(ChildServer):
     def _services(self) -> dict[str, _Service]:
         # All processes of this server, and only they, have this variable.
         mark, found = f"{VARIABLE}={self._watched()}".encode(), dict[str, _Service]()
-        for place in Path("/proc").glob("[0-9]*"):
+        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
             with contextlib.suppress(OSError):
-                if mark not in (place / "environ").read_bytes().split(b"\0"):
+                if os.getpgid(pid) != pid or mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     continue
-                for word in (place / "cmdline").read_text(errors="replace").split("\0"):
+                for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
                     if own := _OWN_SOCKET.fullmatch(word):
-                        found[own["name"]] = _Service(int(place.name), own["path"])
+                        found[own["name"]] = _Service(pid, own["path"])
         return found
 
     def kill_at(self, failpoint: str, passes: int = 1) -> None:
