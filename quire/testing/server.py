@@ -1,5 +1,6 @@
 """Servers that a test starts as child processes: a scripted one, and one with the embedded model."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 import quire
+from quire.rpc.address import ReservedPort
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import clock
 from quire.runtime.failpoint import NAMES, VARIABLE
@@ -36,6 +38,17 @@ _LOOK_S, _HEALTH_S = 0.03, 5.0
 _OWN_SOCKET = re.compile(r"--(?:listen=unix:|local-socket=)(?P<path>.*/(?P<name>[^/]+)\.sock)")
 # Runs a command that dies with this process, however this one ends.
 _LAUNCHER = Path(quire.__file__).resolve().parents[1] / "quire_cli" / "supervisor" / "launch.py"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 without a listener. Another process gets it only if it asks for this very number.
+
+    It is kept to the end of this process, so that a server may be stopped and started again. Not for the ports of
+    `quire serve` itself, which keeps its own.
+    """
+    lent = ReservedPort.lend()
+    atexit.register(lent.release)
+    return lent.address.port
 
 
 class ServerError(Exception):
@@ -298,7 +311,7 @@ class EmbeddedServer(ChildServer):
     def _services(self) -> dict[str, _Service]:
         # All processes of this server, and only they, have this variable.
         mark, found = f"{VARIABLE}={self._watched()}".encode(), dict[str, _Service]()
-        for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        for pid in (int(each.name) for each in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
                 if os.getpgid(pid) != pid or mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     continue

@@ -13,8 +13,8 @@ import pytest_asyncio
 
 from gateway.replicas.members import Resolver
 from quire.rpc.address import DnsName
+from quire.testing import free_port
 from tests.support.gateway_process import running_gateway
-from tests.support.ports import free_port
 from tests.support.serving import Served, serving
 
 NAME = "dns:///replicas.test:50052"

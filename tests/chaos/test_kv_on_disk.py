@@ -13,7 +13,7 @@ import pytest
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.ports import free_port
+from quire.testing import free_port
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, forked_programs, serving
 from tests.support.two_replicas import two_replicas

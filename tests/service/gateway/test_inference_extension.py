@@ -85,7 +85,8 @@ async def test_an_endpoint_picker_finds_all_that_a_model_server_owes(tmp_path: P
 
 
 async def adapters_of(http: httpx.AsyncClient) -> tuple[str, str, str]:
-    """Slots of adapters, adapters that run, and those that wait, of the only series, whose value is the time."""
+    """Slots, running adapters and waiting adapters of the only series, whose value is the time."""
     (sample,) = (await scrape(http))[GAUGES["adapters"]].samples
     assert abs(time.time() - sample.value) < 60
-    return tuple(sample.labels[name] for name in ("max_lora", "running_lora_adapters", "waiting_lora_adapters"))
+    labels = sample.labels
+    return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
