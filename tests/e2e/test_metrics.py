@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import Client, GenerationOptions
-from quire.testing import EmbeddedServer, free_port
+from quire.testing import EmbeddedServer, ServerError, free_port
 from tests.support.processes import wait_true
 from tests.support.promql import metrics_in
 from tests.unit.packaging.test_observability import RULES, expressions
@@ -34,6 +34,9 @@ def test_every_metric_of_dashboards_and_rules_is_shown_and_logs_are_json_of_a_le
             # The first line says that it is ready.
             return [json.loads(line) for line in server.log if not line.startswith("quire: ready")]
 
+        assert server.services.keys() == ports.keys()
+        with pytest.raises(ServerError, match='no service "web" runs; there are gateway, scheduler, worker'):
+            server.kill("web")
         os.kill(server.pid, signal.SIGUSR1)
         wait_true(lambda: {each["service"] for each in records() if "debug" in each["message"]} == ports.keys())
     families = [family for text in texts for family in text_string_to_metric_families(text)]
