@@ -147,6 +147,8 @@ def model_defaults(directory: ModelDirectory) -> ModelDefaults:
         ConfigurationError: a value of another type, or out of the range of the request field.
     """
     given, file = directory.generation_defaults, directory.path
+    if not given:
+        return NO_DEFAULTS
     file = file / "generation_config.json" if file.is_dir() else file
     _log_ignored(given, file)
 

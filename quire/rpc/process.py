@@ -35,6 +35,7 @@ _COLLECTIONS = ("all", "dev")
 _GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS", "-event_engine_poller_for_python"
 # The first version without this choice, which would log an error about it in each process.
 _GRPC_WITHOUT_CHOICE = (1, 83)
+_PYDANTIC_WITHOUT_PLUGINS = "PYDANTIC_DISABLE_PLUGINS", "1"
 # Options of mallopt(3): blocks from this size on are mapped, and free memory at the top is returned from this size on.
 _M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 1 << 18
 _M_TRIM_THRESHOLD, _TRIM_BYTES = -1, 8 << 20
@@ -159,7 +160,9 @@ def leave_process(why: str, status: int = 1) -> NoReturn:
 @contextmanager
 def imports_that_stay() -> Iterator[None]:
     """For a block that imports: no garbage collection looks for garbage among the modules, which takes a tenth of the
-    time of their import, or visits them later."""
+    time of their import, or visits them later. pydantic does not read the metadata of all installed packages for
+    plugins, which takes a fortieth, unless the environment says so."""
+    os.environ.setdefault(*_PYDANTIC_WITHOUT_PLUGINS)
     gc.disable()
     try:
         yield

@@ -1,5 +1,5 @@
-"""A kit for tests of programs that call a model: servers as child processes, with scripted answers or with the embedded
-model, and fixtures for pytest (`quire.testing.plugin`). docs/testing-agents.md explains it."""
+"""A kit for tests of programs that call a model, and of services: servers as child processes, with scripted answers or
+with the embedded model, and fixtures for pytest (`quire.testing.plugin`). docs/testing-agents.md explains it."""
 
 from quire.testing.rules import (
     Answer,
@@ -14,12 +14,13 @@ from quire.testing.rules import (
     read_rule_file,
     rule,
 )
-from quire.testing.server import EmbeddedServer, ScriptedServer, ServerError
+from quire.testing.server import EmbeddedServer, ScriptedServer, ServerError, free_port
 
 __all__ = [
     "ScriptedServer",
     "EmbeddedServer",
     "ServerError",
+    "free_port",
     "Rule",
     "rule",
     "When",

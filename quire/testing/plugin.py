@@ -49,7 +49,8 @@ def quire_embedded_process(quire_embedded_flags: list[str]) -> Iterator[Embedded
 
 @pytest.fixture
 def quire_embedded(quire_embedded_process: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """A server with the embedded model, without orders at failpoints."""
-    quire_embedded_process.check_alive()
+    """A server with the embedded model that serves, also after a test that killed a service, without orders at
+    failpoints."""
+    quire_embedded_process.wait_ready()
     yield quire_embedded_process
     quire_embedded_process.clear()

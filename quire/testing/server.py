@@ -1,8 +1,11 @@
 """Servers that a test starts as child processes: a scripted one, and one with the embedded model."""
 
+import atexit
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -10,12 +13,13 @@ import threading
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 import quire
+from quire.rpc.address import ReservedPort
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import clock
 from quire.runtime.failpoint import NAMES, VARIABLE
@@ -26,8 +30,25 @@ _LOG_LINES = 200
 _SHOWN_LINES = 20
 # A server ends its last requests, and a supervisor its services.
 _STOP_S = 30.0
+# A supervisor starts a service again after at most 5 s.
+_RESTART_S = 60.0
+# A look reads /proc, which takes some milliseconds.
+_LOOK_S, _HEALTH_S = 0.03, 5.0
+# The flag by which `quire serve` gives a service its own socket, which has the service's name.
+_OWN_SOCKET = re.compile(r"--(?:listen=unix:|local-socket=)(?P<path>.*/(?P<name>[^/]+)\.sock)")
 # Runs a command that dies with this process, however this one ends.
 _LAUNCHER = Path(quire.__file__).resolve().parents[1] / "quire_cli" / "supervisor" / "launch.py"
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 without a listener. Another process gets it only if it asks for this very number.
+
+    It is kept to the end of this process, so that a server may be stopped and started again. Not for the ports of
+    `quire serve` itself, which keeps its own.
+    """
+    lent = ReservedPort.lend()
+    atexit.register(lent.release)
+    return lent.address.port
 
 
 class ServerError(Exception):
@@ -40,24 +61,32 @@ class ChildServer:
     Attributes:
         grpc_address: HOST:PORT of gRPC.
         http_url: http://HOST:PORT.
-        log: The last 200 lines that it wrote.
+        log: The last 200 lines that it wrote. All of them go to stderr, too, which pytest shows if a test fails.
         exit_status: After it has ended.
     """
 
     command: str
     ready_s: float
 
-    def __init__(self, *flags: str, environ: Mapping[str, str] | None = None) -> None:
-        """`flags` are of the command; free ports unless they name some. `environ` has further variables."""
+    def __init__(
+        self, *flags: str, environ: Mapping[str, str] | None = None, program: Sequence[str] | None = None
+    ) -> None:
+        """`flags` are of the command; free ports unless they name some. `environ` has further variables. `program` is
+        the program `quire`, by default of this installation; its first word is an absolute path."""
         self.grpc_address = self.http_url = ""
         self.log: deque[str] = deque(maxlen=_LOG_LINES)
         self.exit_status: int | None = None
         ports = ["--http-port", "0", "--grpc-port", "0"]
-        self._arguments = [*command_of("quire_cli.main"), self.command, *ports, *flags]
+        self._arguments = [*(program or command_of("quire_cli.main")), self.command, *ports, *flags]
         self._environ = environ_of(os.environ | (environ or {}))
         self._process: subprocess.Popen[str] | None = None
         self._is_ready = threading.Event()
         self._reader = threading.Thread()
+
+    @property
+    def http_address(self) -> str:
+        """HOST:PORT of HTTP."""
+        return self.http_url.rpartition("/")[2]
 
     @property
     def base_url(self) -> str:
@@ -131,6 +160,10 @@ class ChildServer:
                     places = dict(each.split("=", 1) for each in line.removeprefix(_READY).split())
                     self.grpc_address, self.http_url = places["grpc"], f"http://{places['http']}"
                     self._is_ready.set()
+                    continue
+                # Closed at the end of pytest.
+                with contextlib.suppress(OSError, ValueError):
+                    print(line, end="", file=sys.stderr, flush=True)
 
     def _error(self, problem: str) -> ServerError:
         if self._process is None or self._process.poll() is not None:
@@ -188,24 +221,104 @@ class ScriptedServer(ChildServer):
             raise self._error(f"`quire {self.command}` does not answer: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Service:
+    """A running service of `quire serve`: its process, which leads a process group, and its own socket."""
+
+    pid: int
+    socket: str
+
+
 class EmbeddedServer(ChildServer):
-    """All processes of `quire serve`, by default with the embedded model, and failpoints in each of them."""
+    """All processes of `quire serve`, by default with the embedded model, and failpoints in each of them.
+
+    Services have the names that `quire serve` gives them: "worker", "scheduler" and "gateway"; with a number for
+    further ranks and gateways, as in "worker-1", and with its name for a further model. Only Linux shows them.
+    """
 
     command = "serve"
     ready_s = 300.0
 
     _orders: tempfile.TemporaryDirectory[str] | None = None
+    _names: frozenset[str] = frozenset()
 
     def start(self) -> Self:
         self._orders = tempfile.TemporaryDirectory(prefix="quire-failpoints-")
         self._environ[VARIABLE] = self._orders.name
-        return super().start()
+        super().start()
+        self._names = frozenset(self._services())
+        return self
 
     def stop(self) -> None:
         super().stop()
         if self._orders is not None:
             self._orders.cleanup()
             self._orders = None
+
+    @property
+    def services(self) -> dict[str, int]:
+        """The process ids of the services that run now, by name. One that was started again has another id."""
+        return {name: each.pid for name, each in self._services().items()}
+
+    @property
+    def scheduler_address(self) -> str:
+        """The address of the scheduler's gRPC services."""
+        return f"unix:{self._service('scheduler').socket}"
+
+    def kill(self, name: str) -> None:
+        """Ends a service by SIGKILL, with all that it started; returns once `quire serve` has started its successor.
+        Raises ServerError if no such service runs, or if no successor is started."""
+        killed = self._service(name).pid
+        os.killpg(killed, signal.SIGKILL)
+        self._wait(lambda: self.services.get(name, killed) != killed, f"did not start the {name} again")
+
+    @contextlib.contextmanager
+    def paused(self, *names: str) -> Iterator[None]:
+        """Stops services by SIGSTOP until the end of the block, as if they hung."""
+        groups = [self._service(name).pid for name in names]
+        for group in groups:
+            os.killpg(group, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for group in groups:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGCONT)
+
+    def wait_ready(self) -> None:
+        """Waits until all services run again and each gateway reports that it serves. Raises ServerError."""
+        self._wait(self._is_serving, "does not serve again")
+
+    def _is_serving(self) -> bool:
+        services = self._services()
+        gateways = [each.socket for name, each in services.items() if name.startswith("gateway")]
+        return services.keys() >= self._names and all(map(_is_healthy, gateways))
+
+    def _wait(self, condition: Callable[[], bool], failure: str) -> None:
+        until = clock.monotonic() + _RESTART_S
+        while not condition():
+            self.check_alive()
+            if clock.monotonic() > until:
+                raise self._error(f"`quire {self.command}` {failure} within {_RESTART_S:g} s")
+            clock.sleep(_LOOK_S)
+
+    def _service(self, name: str) -> _Service:
+        services = self._services()
+        if name not in services:
+            raise self._error(f'no service "{name}" runs; there are {", ".join(sorted(services)) or "none"}')
+        return services[name]
+
+    def _services(self) -> dict[str, _Service]:
+        # All processes of this server, and only they, have this variable.
+        mark, found = f"{VARIABLE}={self._watched()}".encode(), dict[str, _Service]()
+        for pid in (int(each.name) for each in Path("/proc").glob("[0-9]*")):
+            with contextlib.suppress(OSError):
+                if os.getpgid(pid) != pid or mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    continue
+                for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
+                    if own := _OWN_SOCKET.fullmatch(word):
+                        found[own["name"]] = _Service(pid, own["path"])
+        return found
 
     def kill_at(self, failpoint: str, passes: int = 1) -> None:
         """Ends the process that passes a failpoint, by SIGKILL at this pass from now on. `quire serve` restarts it."""
@@ -241,3 +354,18 @@ def write_order(directory: Path, failpoint: str, order: str) -> None:
     made.write_text(order)
     # Whole or not at all.
     made.rename(directory / failpoint)
+
+
+def _is_healthy(socket: str) -> bool:
+    """Whether the gateway at a unix socket reports that a request would run."""
+    # Only tests that kill services need it.
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_S)
+        except grpc.RpcError:
+            return False
+    return answer.status == answer.SERVING

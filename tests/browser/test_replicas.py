@@ -13,9 +13,8 @@ import pytest_asyncio
 
 from gateway.replicas.members import Resolver
 from quire.rpc.address import DnsName
+from quire.testing import free_port
 from tests.support.gateway_process import running_gateway
-from tests.support.killing import kill
-from tests.support.ports import free_port
 from tests.support.serving import Served, serving
 
 NAME = "dns:///replicas.test:50052"
@@ -83,16 +82,16 @@ async def test_two_replicas_that_are_killed_restarted_and_removed(page, two):
             await page.locator("#block-title", has_text="Block").wait_for()
         # The choice stays while the other replica is away and comes back.
         await page.locator("#tab-load").click()
-        os.kill(one.server.process("worker").pid, signal.SIGSTOP)
-        await kill(one, "scheduler")
+        os.kill(one.server.services["worker"], signal.SIGSTOP)
+        await one.kill("scheduler")
         await row_of_one.locator("td.bad", has_text="not connected").wait_for()
         assert await choice.input_value() == other.server.scheduler_address
-        await kill(one, "worker")
+        await one.kill("worker")
         await row_of_one.locator("td.good").wait_for()
         await generate(gateway.http_url, PROMPT)
         # The page says which part of the chosen replica is down, and marks it when it is back.
         await choice.select_option(addresses[0])
-        await kill(one, "worker")
+        await one.kill("worker")
         await page.locator("#outage.bad", has_text="The worker is down").wait_for()
         assert await page.locator("#connection").inner_text() == "worker down"
         await page.locator("#outage.good", has_text="and is back").wait_for()

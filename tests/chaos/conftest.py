@@ -18,6 +18,6 @@ async def survivor() -> AsyncIterator[Served]:
 @pytest_asyncio.fixture(loop_scope="session")
 async def served(survivor: Served) -> Served:
     """A server that serves again after any kill, and is idle."""
-    await survivor.server.wait_ready()
+    await survivor.wait_ready()
     await wait_nothing_in_use(survivor.scheduler)
     return survivor

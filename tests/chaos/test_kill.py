@@ -82,7 +82,7 @@ async def test_streams_survive_the_loss_of(undisturbed: tuple[str, Outputs], vic
 async def test_a_stream_goes_on_when_the_page_kills_the_worker(served: Served) -> None:
     """The effect of the page's button "Kill the worker", with `--demo`."""
     num_asked = 300
-    killed = served.server.process("worker").pid
+    killed = served.server.services["worker"]
     options = GenerationOptions(max_tokens=num_asked, temperature=0.0, ignore_eos=True)
     async with (
         httpx.AsyncClient(base_url=f"http://{served.server.http_address}", timeout=30) as http,
@@ -94,4 +94,4 @@ async def test_a_stream_goes_on_when_the_page_kills_the_worker(served: Served) -
                 (await http.post("/ui/kill", json={"service": "worker"})).raise_for_status()
             num_tokens += len(event.token_ids) if isinstance(event, TokenChunk) else 0
     assert num_tokens == num_asked
-    assert served.server.process("worker").pid != killed
+    assert served.server.services["worker"] != killed

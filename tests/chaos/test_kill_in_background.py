@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, NotFoundError
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
-from tests.support.killing import TooLateError, kill, until_hit
+from tests.support.killing import TooLateError, until_hit
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
@@ -82,7 +82,7 @@ def _told(events: Sequence[Any]) -> list[tuple[int, str, str]]:
     indirect=["shared"],
 )
 async def test_responses_in_the_background_survive(shared: Served, victims: tuple[str, ...]) -> None:
-    await shared.server.wait_ready()
+    await shared.wait_ready()
     url = f"http://{shared.server.http_address}/v1"
     async with AsyncOpenAI(base_url=url, api_key="unused", max_retries=5) as client:
         plain = [await (await _begin(client, index)).read() for index in range(NUM_RESPONSES)]
@@ -98,7 +98,7 @@ async def test_responses_in_the_background_survive(shared: Served, victims: tupl
             if any(reader.events[-1].type == "response.incomplete" for reader in readers):
                 raise TooLateError
             for name in victims:
-                await kill(shared, name)
+                await shared.kill(name)
             return await reading
 
         for events, expected in zip(await until_hit(disturbed), plain, strict=True):
@@ -128,7 +128,7 @@ async def _read_stream(url: str, fields: dict[str, Any], events: list[Any]) -> N
 
 
 async def test_streams_of_a_websocket_go_on_at_the_exact_event(shared: Served) -> None:
-    await shared.server.wait_ready()
+    await shared.wait_ready()
     url = f"ws://{shared.server.http_address}"
 
     async def read_all(names: str) -> list[list[Any]]:
@@ -162,7 +162,7 @@ async def test_streams_of_a_websocket_go_on_at_the_exact_event(shared: Served) -
         if any(events[-1]["type"] == "response.incomplete" for events in streams):
             raise TooLateError
         for name in ("gateway", "gateway-1"):
-            await kill(shared, name)
+            await shared.kill(name)
         await reading
         return streams
 
@@ -175,7 +175,7 @@ async def test_streams_of_a_websocket_go_on_at_the_exact_event(shared: Served) -
 
 @pytest.mark.extended
 async def test_a_batch_survives_and_answers_each_request_once(shared: Served) -> None:
-    await shared.server.wait_ready()
+    await shared.wait_ready()
     body = {"model": "quire-tiny", "prompt": "Once", "max_tokens": 40, "temperature": 1, "ignore_eos": True}
     lines = [
         {"custom_id": f"r{seed}", "method": "POST", "url": "/v1/completions", "body": body | {"seed": seed}}
@@ -198,7 +198,7 @@ async def test_a_batch_survives_and_answers_each_request_once(shared: Served) ->
             if await has(25):
                 raise TooLateError
             for name in victims:
-                await kill(shared, name)
+                await shared.kill(name)
             await until(partial(has, 30))
 
             async def is_completed() -> bool:

@@ -13,8 +13,7 @@ import pytest
 from quire.client import AsyncClient, GenerationOptions
 from quire.rpc.errors import QuireError
 from quire.scheduler.v1 import scheduler_pb2
-from tests.support.killing import kill
-from tests.support.ports import free_port
+from quire.testing import free_port
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, forked_programs, serving
 from tests.support.two_replicas import two_replicas
@@ -54,9 +53,9 @@ async def test_server_that_starts_again_is_warm_from_disk(tmp_path: Path) -> Non
             return file.stat().st_size - size >= (size - 4096) * 39 // 41
 
         await until(are_written)
-        await kill(served, "worker")
-        await kill(served, "scheduler")
-        await served.server.wait_ready()
+        await served.kill("worker")
+        await served.kill("scheduler")
+        await served.wait_ready()
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
     # One bit in each slot of the first prompt is flipped: the worker finds that, and no caller gets wrong tokens.
     data = bytearray(file.read_bytes())
@@ -99,7 +98,7 @@ async def test_prompts_come_back_from_disk_while_the_server_runs(tmp_path: Path)
                 await served.client.generate(prompt, OPTIONS)
         assert file.stat().st_size <= size
         assert (await generate(served))[0] == expected
-        assert served.server.process("worker").starts == 1
+        assert served.server.services == served.started
 
 
 @pytest.mark.long
@@ -118,8 +117,8 @@ async def test_ranks_have_on_disk_what_all_of_them_have(tmp_path: Path) -> None:
         assert not of_more_ranks.exists()
         await until_on_disk(served, NUM_CACHED // 16 * 3)
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
-        await kill(served, "worker-1")
-        await served.server.wait_ready()
+        await served.kill("worker-1")
+        await served.wait_ready()
         await until_on_disk(served, NUM_CACHED // 16 * 3)
         assert await generate(served) == (expected, [NUM_CACHED] * 3)
     # One bit of one part of each block is flipped.
@@ -185,7 +184,7 @@ async def until_on_disk(served: Served, at_least: int) -> None:
 
 def limit_file_size(served: Served, size: int) -> None:
     """No file of the worker grows beyond `size` bytes, as on a full disk."""
-    group = served.server.process("worker").pid
+    group = served.server.services["worker"]
     for process in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
         try:
             is_of_group = os.getpgid(process) == group

@@ -43,15 +43,15 @@ def options_of(index: int) -> GenerationOptions:
 async def replace(served: Served, directory: Path, name: str, release: Release) -> None:
     """Stops a service; its supervisor starts that of the other release."""
     release.write(directory / name)
-    process = served.server.process(name)
-    starts = process.starts
-    os.kill(process.pid, signal.SIGTERM)
+    stopped = served.server.services[name]
+    os.kill(stopped, signal.SIGTERM)
 
     async def started_again() -> bool:
-        return process.starts > starts and release.runs(process.pid)
+        pid = served.server.services.get(name, stopped)
+        return pid != stopped and release.runs(pid)
 
     await until(started_again, timeout_s=120)
-    await served.server.wait_ready()
+    await served.wait_ready()
 
 
 async def test_services_of_two_releases_replace_each_other_one_by_one_and_no_token_is_lost(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """`quire batch`: a file of requests, a server only for that file, and the answers in their order."""
 
-import dataclasses
 import json
-import sys
 from asyncio import create_subprocess_exec, subprocess
 from pathlib import Path
 from typing import Any
@@ -10,25 +8,12 @@ from typing import Any
 import pytest
 
 from quire_cli.main import main
-from tests.support.serving import forked_programs
-
-# The services are forks; the first argument has their commands.
-PROGRAM = """
-import functools, json, sys
-from quire_cli import batch
-from quire_cli.main import main
-from quire_cli.supervisor.commands import Programs
-
-batch.LocalServer = functools.partial(batch.LocalServer, programs=Programs(**json.loads(sys.argv[1])))
-sys.exit(main(["batch", *sys.argv[2:]]))
-"""
+from tests.support.serving import forked_quire
 
 
 async def run(*flags: str) -> tuple[int | None, str, str]:
-    programs = json.dumps(dataclasses.asdict(forked_programs()))
-    process = await create_subprocess_exec(
-        sys.executable, "-c", PROGRAM, programs, *flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    pipe = subprocess.PIPE
+    process = await create_subprocess_exec(*forked_quire(), "batch", *flags, stdout=pipe, stderr=pipe)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 

@@ -1,8 +1,6 @@
 """Vectors and scores of decoders, through a server as users run it, while its worker is killed too."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,10 +12,10 @@ import pytest_asyncio
 import transformers
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from quire.testing import free_port
 from tests.support.adapters import make_adapter, merge_adapter
 from tests.support.decoder_models import PAIR_TEMPLATE, make_decoder
 from tests.support.metrics import read_metric
-from tests.support.ports import free_port
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving
 
@@ -32,9 +30,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_decoder(path, settings={"prompts": {"query": QUERY, "document": ""}, "default_prompt_name": None})
 
 
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    return free_port()
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def embedder(directory: Path) -> AsyncIterator[Served]:
-    async with serving(model=str(directory), dtype="float32", scheduler_metrics_port=free_port()) as running:
+async def embedder(directory: Path, metrics_port: int) -> AsyncIterator[Served]:
+    async with serving(model=str(directory), dtype="float32", scheduler_metrics_port=metrics_port) as running:
         yield running
 
 
@@ -79,15 +82,13 @@ async def test_the_server_says_what_it_takes(client: httpx.AsyncClient) -> None:
     assert (model["id"], model["max_model_len"]) == ("tiny", 480)
 
 
-async def test_texts_share_the_blocks_of_their_instruction(embedder: Served, client: httpx.AsyncClient) -> None:
-    port = embedder.server._settings.scheduler_metrics_port
-    assert port
+async def test_texts_share_the_blocks_of_their_instruction(client: httpx.AsyncClient, metrics_port: int) -> None:
     texts = [f"{number} {text}" for number in range(20) for text in TEXTS]
     first = await ask(client, texts, prompt_name="query")
-    before = await read_metric(port, "quire_scheduler_prefix_cache_hits_total")
+    before = await read_metric(metrics_port, "quire_scheduler_prefix_cache_hits_total")
     further = [f"{number} {text}" for number in range(20, 40) for text in TEXTS]
     await ask(client, further, prompt_name="query")
-    found = await read_metric(port, "quire_scheduler_prefix_cache_hits_total") - before
+    found = await read_metric(metrics_port, "quire_scheduler_prefix_cache_hits_total") - before
     num_tokens = len((await client.post("/tokenize", json={"prompt": QUERY})).json()["tokens"]) - 1
     assert found >= num_tokens // 16 * 16 * len(further) > 0
     np.testing.assert_array_equal(await ask(client, texts, prompt_name="query"), first)
@@ -102,7 +103,7 @@ async def test_bits_of_vectors_survive_a_kill_of_the_worker(embedder: Served, cl
         return await embedder.num_live() > 0
 
     await until(is_computing)
-    os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
+    await embedder.kill("worker")
     np.testing.assert_array_equal(await killed, expected)
 
 

@@ -19,11 +19,11 @@ import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.client import AsyncClient, ClientTls, GenerationOptions
+from quire.testing import free_port
 from quire_cli.main import main
 from quire_cli.supervisor.commands import child_environ
 from tests.support.compose import COMPOSE, ROOT, WITH_TLS, default_of, services_of
 from tests.support.keys import KeysFile
-from tests.support.ports import free_port
 from tools.check_kubernetes import DEFAULT, RENDERED
 from tools.kubernetes_manifests import Manifests
 

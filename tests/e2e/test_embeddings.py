@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -108,7 +106,7 @@ async def test_vectors_of_many_texts_survive_a_kill_of_the_worker(embedder: Serv
         return await embedder.num_live() > 0
 
     await until(is_computing)
-    os.killpg(embedder.server.process("worker").pid, signal.SIGKILL)
+    await embedder.kill("worker")
     np.testing.assert_allclose(await killed, expected, atol=1e-5)
 
 

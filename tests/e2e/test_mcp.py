@@ -14,8 +14,8 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
 from gateway.auth.caller import Access
+from quire.testing import free_port
 from tests.support.keys import KeysFile
-from tests.support.ports import free_port
 from tests.support.scheduler_process import until
 from tests.support.serving import serving
 

@@ -11,7 +11,6 @@ import pytest
 from quire.client import AsyncClient, ClientTls, GenerationOptions
 from quire.rpc.errors import Unavailable
 from tests.support.certificates import make_certificates
-from tests.support.killing import kill
 from tests.support.serving import serving
 
 GREEDY = GenerationOptions(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -49,5 +48,5 @@ async def test_serve_with_certificates_answers_grpc_and_https_and_survives_its_w
         with pytest.raises(Unavailable):
             async with AsyncClient(served.server.grpc_address) as plain:
                 await plain.generate(QUESTION, GREEDY)
-        await kill(served, "worker")
+        await served.kill("worker")
         assert await generated(served.client) == said

@@ -4,15 +4,11 @@ here is collected, since compilers are no part of the tiers."""
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import pytest
 import pytest_asyncio
 
 from gateway.auth.keys import make_key
 from quire.client import AsyncClient
-from quire.runtime.failpoint import VARIABLE
-from quire.testing.server import write_order
 from tests.support.serving import Served, serving
 
 collect_ignore_glob = [] if os.environ.get("QUIRE_LANGUAGES") else ["test_*.py"]
@@ -29,22 +25,19 @@ class KeyedServer:
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def keyed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[KeyedServer]:
-    directory: Path = tmp_path_factory.mktemp("failpoints")
-    write_order(directory, "scheduler.step.before_send", f"delay {_STEP_S}")
+async def keyed() -> AsyncIterator[KeyedServer]:
     key = make_key()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(VARIABLE, str(directory))
-        # float32, so that recomputed values are the same; a token a step, so that the text comes slowly.
-        async with (
-            serving(
-                gateways=2,
-                api_keys=(key,),
-                dtype="float32",
-                multi_step_ms=0.0,
-                speculate=("off",),
-                allowed_origins=("https://page.example",),
-            ) as served,
-            AsyncClient(served.server.grpc_address, api_key=key) as client,
-        ):
-            yield KeyedServer(served, client, key)
+    # float32, so that recomputed values are the same; a token a step, so that the text comes slowly.
+    async with (
+        serving(
+            gateways=2,
+            api_keys=(key,),
+            dtype="float32",
+            multi_step_ms=0.0,
+            speculate=("off",),
+            allowed_origins=("https://page.example",),
+        ) as served,
+        AsyncClient(served.server.grpc_address, api_key=key) as client,
+    ):
+        served.server.delay_at("scheduler.step.before_send", _STEP_S)
+        yield KeyedServer(served, client, key)

@@ -50,7 +50,8 @@ def kill_gateways_of(keyed: KeyedServer, client_pid: int, address: str) -> None:
     """Kills the gateway that the client is connected to; over HTTP it may be connected to both."""
     port = int(address.rpartition(":")[2])
     peers = ports_to(client_pid, port)
-    pids = [keyed.served.server.process(name).pid for name in GATEWAYS]
+    services = keyed.served.server.services
+    pids = [services[name] for name in GATEWAYS]
     victims = [pid for pid in pids if has_connection(pid, port, peers)]
     assert victims
     for victim in victims:
@@ -87,7 +88,7 @@ async def run(keyed: KeyedServer, command: list[str], address: str) -> dict[str,
 async def test_an_example_survives_its_gateway(example: str, keyed: KeyedServer, build_directory: Path) -> None:
     language, _, name = example.partition("/")
     program = build(language, build_directory) / name
-    await keyed.served.server.wait_ready()
+    await keyed.served.wait_ready()
     (expected,) = (await keyed.client.generate(PROMPT, OPTIONS)).sequences
     server = keyed.served.server
     printed = await run(keyed, [str(program)], server.http_address if name == "web_client" else server.grpc_address)

@@ -17,7 +17,8 @@ from pathlib import Path
 
 WORKER = ("worker_svc.startup", "worker_svc.app")
 _FRONTS = ("openai", "responses", "anthropic", "kserve", "batches", "ui")
-SERVICES = ("scheduler_svc.service.app", "gateway.app", *(f"gateway.api.{name}.front" for name in _FRONTS))
+_SERVERS = ("quire_cli.serve", "quire_cli.batch")
+SERVICES = (*_SERVERS, "scheduler_svc.service.app", "gateway.app", *(f"gateway.api.{name}.front" for name in _FRONTS))
 TRIALS = ("quire.constraints.check_process", "quire.constraints.matcher", "gateway.text.request_template")
 _SHARED = "TEST_FORKS_"
 _ROOT = Path(__file__).parents[2]

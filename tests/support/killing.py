@@ -3,14 +3,11 @@
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from quire.client import AsyncClient, GenerationOptions, TokenChunk
 from tests.support.processes import until_true
-from tests.support.scheduler_process import until
 from tests.support.serving import Served
 
 MAX_TOKENS = 90
@@ -41,19 +38,6 @@ async def until_hit(scenario: Callable[[], Awaitable[T]]) -> T:
 def story_options(index: int) -> GenerationOptions:
     """Greedy and seeded sampling, mixed."""
     return GenerationOptions(temperature=float(index % 2), seed=index, max_tokens=MAX_TOKENS, ignore_eos=True)
-
-
-async def kill(served: Served, name: str) -> None:
-    """Kills "worker", "scheduler" or "gateway" and waits until its successor was started."""
-    process = served.server.process(name)
-    starts = process.starts
-    # Its group: a forked service is two processes.
-    os.killpg(process.pid, signal.SIGKILL)
-
-    async def started_again() -> bool:
-        return process.starts > starts
-
-    await until(started_again)
 
 
 class Stream:
@@ -114,7 +98,7 @@ class Streams:
     @contextlib.asynccontextmanager
     async def reading(self, served: Served) -> AsyncIterator[asyncio.Task[Outputs]]:
         """The task of `read`, for a server that serves again after any kill; cancelled if the block fails."""
-        await served.server.wait_ready()
+        await served.wait_ready()
         reading = asyncio.create_task(self.read(served.client))
         try:
             yield reading
@@ -136,7 +120,7 @@ class Streams:
         """Kills the processes. TooLateError if a stream had ended by then."""
         self._check_all_live()
         for name in names:
-            await kill(served, name)
+            await served.kill(name)
 
     @property
     def has_one_ended(self) -> bool:

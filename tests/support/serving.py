@@ -1,19 +1,21 @@
-"""All processes of one replica, as `quire serve` runs them, for tests that use them as a client would."""
+"""The kit's server with forks as its processes (tests.support.forks), for tests that use it as a client would."""
 
 import asyncio
 import contextlib
-import os
-import signal
+import dataclasses
+import json
 import subprocess
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from quire.client import AsyncClient, ClientTls
 from quire.rpc.channel import open_channel
+from quire.runtime.settings import to_argv
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
-from quire_cli.supervisor import LocalServer, ServeSettings
-from quire_cli.supervisor.commands import Programs, worker_name
+from quire.testing import EmbeddedServer
+from quire_cli.supervisor import ServeSettings
+from quire_cli.supervisor.commands import Programs
 from tests.support.forks import SERVICES, WORKER, forked
 from tests.support.model_flags import with_models
 from tests.support.scheduler_process import until, wait_nothing_in_use
@@ -41,13 +43,21 @@ def forked_programs() -> Programs:
     return Programs(forked_worker(), scheduler, gateway)
 
 
+def forked_quire(programs: Programs | None = None) -> tuple[str, ...]:
+    """The program `quire` as a fork, whose services are these programs, by default forks."""
+    of_services = json.dumps(dataclasses.asdict(programs or forked_programs()))
+    return (*forked("tests.support.quire_of_forks", *SERVICES), of_services)
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """A server that is ready, a client of its public API, and a stub of its scheduler."""
 
-    server: LocalServer
+    server: EmbeddedServer
     client: AsyncClient
     scheduler: scheduler_pb2_grpc.SchedulerServiceStub
+    started: Mapping[str, int]
+    """The process ids of its services when it became ready."""
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
         return await self.scheduler.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
@@ -66,17 +76,16 @@ class Served:
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
         """The worker is stopped in the block, so no step ends: no request ends by itself, and others wait."""
-        ranks = range(self.server._settings.tensor_parallel_size)
-        # Groups, as a forked service is two processes.
-        groups = [self.server.process(worker_name(rank)).pid for rank in ranks]
-        for group in groups:
-            os.killpg(group, signal.SIGSTOP)
-        try:
+        with self.server.paused(*(name for name in self.server.services if name.startswith("worker"))):
             yield
-        finally:
-            for group in groups:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(group, signal.SIGCONT)
+
+    async def kill(self, name: str) -> None:
+        """Kills a service, and waits until its successor was started."""
+        await asyncio.to_thread(self.server.kill, name)
+
+    async def wait_ready(self) -> None:
+        """Waits until it serves again after any kill."""
+        await asyncio.to_thread(self.server.wait_ready)
 
     async def together(self, calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
         """The answers to these requests, which all reach the scheduler before any of them gets a token; no other
@@ -97,20 +106,16 @@ async def serving(
     A worker has one thread unless `settings` say otherwise: several tests run at once, and the threads of a small
     model mostly wait for each other.
     """
-    own: dict[str, Any] = {
-        "grpc_port": 0,
-        "http_port": 0,
-        "num_threads": 1,
-        "log_level": "warning",
-        "drain_timeout": 5.0,
-    }
-    values = own | with_models(settings)
-    async with LocalServer(ServeSettings(**values), programs=programs or forked_programs()) as server:
-        await server.wait_ready()
+    own: dict[str, Any] = {"num_threads": 1, "log_level": "warning", "drain_timeout": 5.0}
+    server = EmbeddedServer(*to_argv(ServeSettings, own | with_models(settings)), program=forked_quire(programs))
+    await asyncio.to_thread(server.start)
+    try:
         async with (
             AsyncClient(server.grpc_address, tls=client_tls) as client,
             open_channel(server.scheduler_address) as channel,
         ):
-            served = Served(server, client, scheduler_pb2_grpc.SchedulerServiceStub(channel))
+            served = Served(server, client, scheduler_pb2_grpc.SchedulerServiceStub(channel), server.services)
             yield served
             await wait_nothing_in_use(served.scheduler)
+    finally:
+        await asyncio.to_thread(server.stop)

@@ -14,9 +14,9 @@ from pathlib import Path
 from quire.client import AsyncClient
 from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.testing import free_port
 from quire_cli.supervisor.commands import Programs
 from tests.support.metrics import read_metrics
-from tests.support.ports import free_port
 from tests.support.scheduler_process import until
 from tests.support.serving import forked_programs
 

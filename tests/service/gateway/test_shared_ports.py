@@ -19,9 +19,9 @@ from gateway.settings import GatewaySettings
 from quire.gateway.v1 import model_pb2, model_pb2_grpc
 from quire.rpc.address import AddressInUse
 from quire.rpc.listeners import listen
+from quire.testing import free_port
 from tests.support.certificates import make_certificates
 from tests.support.gateway_process import running_gateway
-from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import until
 

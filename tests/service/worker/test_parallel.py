@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from quire.rpc.process import LOST_PEER_EXIT_STATUS
 from quire.runtime.settings import ConfigurationError
-from tests.support.ports import free_port
+from quire.testing import free_port
 from tests.support.serving import forked_worker, running_fork
 from worker_svc.parallel.rendezvous import rendezvous, warn_if_exposed
 from worker_svc.settings import WorkerSettings

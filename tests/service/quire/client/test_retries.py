@@ -8,9 +8,9 @@ import pytest
 
 from quire.client import AsyncClient, Client, RetryPolicy, TokenChunk
 from quire.rpc.errors import Cancelled, QuireError, ResourceExhausted, Unavailable
+from quire.testing import free_port
 from tests.support.either_client import EitherClient
 from tests.support.fake_gateway import FakeGeneration, start_fake_gateway
-from tests.support.ports import free_port
 from tests.support.processes import until_true
 
 FULL = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_ms=20)

@@ -18,8 +18,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from quire.rpc.address import AddressInUse, TcpAddress, check_bindable
 from quire.rpc.channel import open_channel
 from quire.rpc.server import ConnectionLimits, RpcServer
+from quire.testing import free_port
 from tests.support.grpc_types import channelz_stub, health_stub
-from tests.support.ports import free_port
 from tests.support.processes import until_true
 from tests.support.scheduler_process import until
 
