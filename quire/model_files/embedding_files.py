@@ -447,13 +447,17 @@ def lowers_texts(directory: ModelDirectory) -> bool:
 def _max_tokens(folder: Path) -> int | None:
     settings = _transformer_settings(folder)
     of_tokenizer = settings.get("processor_kwargs") or settings.get("tokenizer_args") or {}
-    value = of_tokenizer.get("model_max_length", settings.get("max_seq_length"))
+    if not isinstance(of_tokenizer, dict):
+        raise ConfigurationError(
+            f"{folder / TRANSFORMER_SETTINGS[0]}: the arguments of the tokenizer are {of_tokenizer!r:.80}; expected an "
+            "object"
+        )
+    name = "model_max_length" if "model_max_length" in of_tokenizer else "max_seq_length"
+    value = of_tokenizer.get(name, settings.get("max_seq_length"))
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(
-            f"{folder / TRANSFORMER_SETTINGS[0]}: max_seq_length is {value!r:.80}; expected above 0"
-        )
+        raise ConfigurationError(f"{folder / TRANSFORMER_SETTINGS[0]}: {name} is {value!r:.80}; expected above 0")
     return value
 
 

@@ -187,6 +187,21 @@ def test_texts_are_read_and_cut_as_the_settings_of_older_and_newer_releases_say(
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_seq_length": 0}, "max_seq_length is 0; expected above 0"),
+        ({"tokenizer_args": {"model_max_length": "9"}}, "model_max_length is '9'; expected above 0"),
+        ({"tokenizer_args": [9]}, r"the arguments of the tokenizer are \[9\]; expected an object"),
+    ],
+)
+def test_wrong_lengths_are_refused_by_name(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_embedding_model(tmp_path)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigurationError, match=message):
+        EmbeddingFiles.of(ModelDirectory.open(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"type": "custom_st.Transformer"}, "has a module of the type custom_st.Transformer, which is not supported"),
