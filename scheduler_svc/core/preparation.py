@@ -131,6 +131,11 @@ class Preparations:
         needs = [each.need for each in (*self._underway.values(), *self._late.values())]
         return [need for need in needs if not isinstance(need, MovedBlocks)]
 
+    def untold_fetches(self) -> list[tuple[RequestKey, Arriving]]:
+        """The requests whose blocks `take` has not yet told the workers to fetch."""
+        fetches = [(each.need, each.arriving) for each in self._begun_alone]
+        return [(need.key, arriving) for need, arriving in fetches if isinstance(need, MovedBlocks) and arriving]
+
     def arriving(self, number: int) -> Arriving | None:
         """The blocks that a preparation fetches, even a late one; None for any other preparation."""
         known = self._underway.get(number) or self._late.get(number)

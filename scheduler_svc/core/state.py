@@ -150,6 +150,12 @@ class Fetches:
         group.source = None
         return self._arriving(number, source, cached if hashes else [], hashes)
 
+    def forget_untold(self) -> None:
+        """The worker was lost. The blocks that it was not told to fetch can be fetched by the next worker."""
+        for key, arriving in self._state.preparations.untold_fetches():
+            if (group := self._state.group(key)) is not None:
+                group.source = arriving.source
+
     def _make_room_from_tier(self, group: SequenceGroup, number: int) -> Arriving | MovedBlocks | None:
         state = self._state
         blocks = state.batch.blocks

@@ -157,6 +157,20 @@ def test_blocks_are_fetched_once_however_often_the_worker_is_lost() -> None:
     assert driver.outputs[1] == expected_output(request)
 
 
+def test_blocks_that_the_lost_worker_was_not_told_to_fetch_are_fetched_by_the_next() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.submit(request)
+    driver.crash()
+    driver.plan()
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert preparation.arriving.source == SOURCE
+    driver.crash()
+    assert told(driver) == []
+    driver.run_what_can()
+    assert driver.outputs[1] == expected_output(request)
+
+
 def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() -> None:
     driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
     running(driver, other, num_steps=1)
