@@ -241,7 +241,9 @@ class BlockManager(BlockTables[Sequence]):
             return num_new + _num_held(self, [start]) + self.states.size * len(sequences)
         if len(sequences) == 1 or self.states.size:
             starts = [self.cached_start(each) for each in sequences]
-            num_new = sum(self.num_new(len(start.blocks), each) for start, each in zip(starts, sequences, strict=True))
+            num_new = sum(
+                _max_new(self, len(start.blocks), each) for start, each in zip(starts, sequences, strict=True)
+            )
             return num_new + _num_held(self, starts) + self.states.size * len(sequences)
         before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
@@ -443,6 +445,16 @@ def taken_from_cache(
     starts = [blocks.cached_start(each) for each in (sequences if leader is None else [leader])]
     tables = (start.all_blocks if with_checkpoints else start.blocks for start in starts)
     return list(dict.fromkeys(itertools.chain(*tables)))
+
+
+def _max_new(blocks: BlockManager, num_entries: int, sequence: Sequence) -> int:
+    """The maximum number of blocks that a sequence takes behind its cached start of `num_entries`, the blocks that come
+    from the host included."""
+    if not (blocks.blank and blocks.host.caches):
+        return blocks.num_new(num_entries, sequence)
+    first, end = num_entries // blocks.num_groups, -(-sequence.num_tokens // blocks.block_size)
+    num_windowed = blocks.windows.max_at_first(first, end, sequence)
+    return blocks.layout.num_full * (end - first) + blocks.layout.num_windowed * num_windowed
 
 
 def _num_held(blocks: BlockManager, starts: SequenceOf[CachedStart]) -> int:

@@ -35,6 +35,11 @@ class Windows:
             return end
         return min(end, self._layout.first_block_read(first * self._layout.block_size) + self.reach)
 
+    def max_at_first(self, first: int, end: int, sequence: Sequence) -> int:
+        """The maximum number of blocks of a windowed group that such a sequence takes at first if the host may have
+        blocks from `first` on: it then takes a window of these, too, before it reads the window that is cached."""
+        return end - first if sequence.request.num_sequences > 1 else min(end - first, self.reach)
+
     def extend(self, sequence: Sequence, end: int, take: Callable[[int], list[BlockId]]) -> list[tuple[int, BlockId]]:
         """Gives a sequence blocks of the windowed groups up to the logical index `end`. Returns their places in its
         table, and the blocks. Raises what `take` raises."""

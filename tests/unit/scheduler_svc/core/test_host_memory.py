@@ -2,6 +2,7 @@
 each row reads."""
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.reservations import Kind
+from scheduler_svc.core.sequence import SequenceGroup
 from tests.support.core_driver import Driver, make_config, make_request
 
 
@@ -183,3 +185,34 @@ def test_a_full_host_keeps_nothing_more() -> None:
     changes = log.take()
     assert changes is not None
     assert (changes.host_stored, changes.host_removed) == ([names[2]], [])
+
+
+@pytest.mark.parametrize("state_blocks", [0, 1])
+def test_a_request_with_windows_takes_no_more_blocks_than_were_counted_before(state_blocks: int) -> None:
+    """The host continues some prompts, and the window that their cached start ends with is read no more then."""
+    driver = make_driver(
+        num_blocks=80,
+        num_host_blocks=300,
+        max_num_batched_tokens=16,
+        max_model_len=256,
+        full_groups=1,
+        windowed_groups=3,
+        window=12,
+        state_blocks=state_blocks,
+    )
+    batch, room, extra = driver.scheduler.batch, driver.scheduler.room, list[int]()
+    start = batch.start
+
+    def counted(group: SequenceGroup) -> list[tuple[int, int]]:
+        num_counted, num_free = room._blocks_taken(group), batch.blocks.pool.num_free
+        starts = start(group)
+        extra.append(num_free - batch.blocks.pool.num_free - num_counted)
+        return starts
+
+    batch.start = counted  # pyrefly: ignore[bad-assignment]
+    drawn = Random(0)
+    for handle in range(1, 30):
+        prompt = prompt_of(drawn.randrange(3), drawn.choice([16, 40, 64, 100]))
+        run(driver, make_request(handle, prompt=prompt, max_tokens=2))
+    assert driver.scheduler.move_counts.from_host > 0
+    assert max(extra) == 0
