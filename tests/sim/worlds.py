@@ -78,6 +78,8 @@ _LATER_S = 30.0
 """Seconds until a need that is known to kill workers has failed its request at each of two replicas."""
 _HTTP_BYTES = 600
 """Maximum bytes over HTTP for a token, with log probabilities of three more tokens, as a separate event."""
+_STEP_BYTES = 1000
+"""Bytes of the steps that a request adds to those of the others, on a connection whose window delays each few bytes."""
 _REPORTED = 100
 """Number of worlds between two reports of progress."""
 _MOVING = 0.05
@@ -353,11 +355,12 @@ def _may_cut(fault: Fault) -> bool:
 
 
 def _limit_s(plan: Plan) -> float:
-    """The time by which everything must have ended. A replica computes all requests in a few seconds."""
+    """The time by which everything must have ended. A replica computes all requests in a few seconds, unless its
+    network is slow."""
     last_s = max((each.at for each in (*plan.requests, *plan.faults)), default=0.0)
     generates = [each for each in plan.requests if isinstance(each, Generate)]
     weather = plan.layout.weather
-    # An answer over HTTP waits for its reader after each window of bytes.
+    # An answer over HTTP waits for its reader after each window of bytes, and so does a step for its worker.
     byte_s = 1 / weather.bytes_per_s + 2 * weather.max_delay_s / weather.window_bytes
     event_s = [each.pause_s + (_HTTP_BYTES * byte_s if each.front else 0.0) for each in generates]
     num_events = [(MAX_OUTPUT + 2) * each.num_returned for each in generates]
@@ -366,7 +369,8 @@ def _limit_s(plan: Plan) -> float:
     needy = [each for each in generates if plan.layout.deadly in each.needs] if plan.layout.deadly else []
     deadly_s = len(_circumstances(plan).deadly) * _DEADLY_S + bool(needy) * _DEADLY_S + len(needy) * _LATER_S
     trouble_s = _circumstances(plan).trouble_s + _naps_s(plan)
-    return last_s + trouble_s + deadly_s + reading_s + _PATIENCE_S + is_limited * _QUOTA_S
+    steps_s = len(generates) * _STEP_BYTES * byte_s
+    return last_s + trouble_s + deadly_s + reading_s + steps_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
 def main(first: int, count: int) -> int:
