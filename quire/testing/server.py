@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -10,11 +11,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -205,20 +205,22 @@ class ScriptedServer(ChildServer):
 
     def _call(self, method: str, path: str, content: Any = None) -> Any:
         self.check_alive()
-        data = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(f"{self.http_url}/scripted/{path}", data, method=method)
+        body = None if content is None else json.dumps(content)
+        connection = http.client.HTTPConnection(self.http_address, timeout=60)
         try:
-            # Without the proxies of the environment: the server is on this machine.
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
-                return json.load(answer)
-        except urllib.error.HTTPError as error:
-            raise RuleError(json.load(error)["error"]) from None
-        except OSError as error:
+            with contextlib.closing(connection):
+                connection.request(method, f"/scripted/{path}", body)
+                answer = connection.getresponse()
+                said = json.load(answer)
+        except (OSError, http.client.HTTPException) as error:
             # A process that has just been killed is still there for a moment.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._running().wait(1.0)
             self.check_alive()
             raise self._error(f"`quire {self.command}` does not answer: {error}") from error
+        if answer.status != HTTPStatus.OK:
+            raise RuleError(said["error"])
+        return said
 
 
 @dataclass(frozen=True, slots=True)
