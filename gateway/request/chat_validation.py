@@ -10,7 +10,7 @@ from google.protobuf.json_format import MessageToDict
 from gateway.request.counting import MAX_VALUES_OF_OBJECTS, MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.violations import Violations, shortened
-from gateway.text.formats.scanning import read_json
+from gateway.text.formats.scanning import read_json, write_json
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
@@ -168,6 +168,8 @@ def _check_arguments_json(violations: Violations, options: TemplateOptions, fiel
     else:
         try:
             value: Any = read_json(text)
+            # Python reads 1e999 as infinity.
+            write_json(value)
         except ValueError:
             value = None
         if not isinstance(value, dict):
