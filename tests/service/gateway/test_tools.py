@@ -107,7 +107,7 @@ BAD = [
     ({"template_options": {"arguments": {"messages": []}}}, "template_options.arguments.messages", "set by the server"),
     ({"template_options": {"arguments": {"style": 1}}}, "template_options.arguments.style", "reads: enable_thinking"),
     ({"template_options": {"arguments": {"enable_thinking": [float("nan")]}}}, "template_options.arguments", "NaN or"),
-    ({"template_options": {"arguments_json": '{"a": 1e999}'}}, "template_options.arguments_json", "must be a JSON object"),
+    ({"template_options": {"arguments_json": '{"a": 1e999}'}}, "template_options.arguments_json", "a JSON object"),
     ({"template_options": {"arguments_json": "[1]"}}, "template_options.arguments_json", "must be a JSON object"),
     ({"template_options": {"arguments_json": '{"style": NaN}'}}, "template_options.arguments_json", "a JSON object"),
     ({"template_options": {"arguments_json": "{}", "arguments": {"enable_thinking": True}}},
