@@ -7,14 +7,15 @@ from typing import Any, cast
 
 from google.protobuf.json_format import MessageToDict
 
-from gateway.request.counting import MAX_VALUES_OF_TEXTS, num_values_in
+from gateway.request.counting import MAX_VALUES_OF_OBJECTS, MAX_VALUES_OF_TEXTS, num_values_in
 from gateway.request.limits import MAX_CALL_ID_LENGTH, MAX_TOOL_SCHEMA_BYTES, MAX_TOOLS
 from gateway.request.violations import Violations, shortened
-from gateway.text.formats.scanning import read_json
+from gateway.text.formats.scanning import read_json, write_json
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import (
     TOOL_CHOICE_MODE_NONE,
     TOOL_CHOICE_MODE_REQUIRED,
+    TemplateOptions,
     Tool,
     ToolChoice,
     ToolChoiceMode,
@@ -147,6 +148,8 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
         MessageToDict(options.arguments)
     except ValueError:
         violations.add(f"{scope}template_options.arguments", "has NaN or infinity, which JSON does not have")
+    if options.HasField("arguments_json"):
+        _check_arguments_json(violations, options, f"{scope}template_options.arguments_json")
     if not options.continue_final_message:
         return
     field = f"{scope}template_options.continue_final_message"
@@ -154,6 +157,23 @@ def _check_template_options(violations: Violations, prompt: ChatPrompt, scope: s
         violations.add(field, "is true, and add_generation_prompt too; an answer continues a message or begins one")
     if prompt.messages and prompt.messages[-1].tool_calls:
         violations.add(field, "is true, and the last message has tool calls; only text can be continued")
+
+
+def _check_arguments_json(violations: Violations, options: TemplateOptions, field: str) -> None:
+    text, max_values = options.arguments_json, MAX_VALUES_OF_OBJECTS["chat_template_kwargs"]
+    if options.HasField("arguments"):
+        violations.add(field, "is set, and arguments too; set only one of them")
+    elif (num_values := num_values_in(text)) > max_values:
+        violations.add(field, f"has {num_values:,} values; the max is {max_values:,}")
+    else:
+        try:
+            value: Any = read_json(text)
+            # Python reads 1e999 as infinity.
+            write_json(value)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            violations.add(field, f"is {shortened(text)!r}; it must be a JSON object")
 
 
 def _add_too_many_values(violations: Violations, path: str, num_values: int) -> None:

@@ -516,6 +516,8 @@ def _arguments(prompt: ChatPrompt) -> dict[str, Any]:
     options = prompt.template_options
     if prompt.template_arguments is not None:
         return dict(prompt.template_arguments)
+    if options is not None and options.HasField("arguments_json"):
+        return read_json(options.arguments_json)
     if options is None or not options.HasField("arguments"):
         return {}
     return _with_integers(json_format.MessageToDict(options.arguments))

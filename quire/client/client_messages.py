@@ -267,8 +267,9 @@ def _fill_chat(message: Any, chat: ChatFields) -> None:
         fill_constraint(message.response_format, constraint, "response_format")
     if (arguments := chat.get("template_arguments")) is not None:
         try:
-            message.template_options.arguments.update(arguments)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+            text = json.dumps(dict(arguments), ensure_ascii=False, allow_nan=False)
+            message.template_options.arguments_json = text
+        except (ValueError, TypeError, RecursionError) as error:
             limit = "a mapping of names to values of JSON"
             raise invalid_field("template_arguments", f"is {arguments!r:.80}; it must be {limit}") from error
     names = ("add_generation_prompt", "continue_final_message")

@@ -410,8 +410,11 @@ def _granite_hybrid(fields: GgufFields) -> Config:
     """Granite with layers of Mamba 2; without experts, its MLP has the names of the one that all tokens have. Bamba is
     written as such a model without factors; half of each of its heads rotates, which not all files say."""
     config = row("granitemoehybrid", mamba_2, rotates_partly=True)(fields)
+    part = config.pop("partial_rotary_factor")
     if not fields.has("attention.scale"):
-        config |= {"attention_multiplier": config["head_dim"] ** -0.5, "partial_rotary_factor": 0.5}
+        config |= {"attention_multiplier": config["head_dim"] ** -0.5}
+        part = 0.5
+    config["rotary_dim"] = int(config["head_dim"] * part)
     config |= {name: fields.positive(key) for name, key in _GRANITE.items() if fields.has(key)}
     config["layer_types"] = ["attention" if each else "mamba" for each in layers_with_keys(fields)]
     rotates = fields.flag(f"{fields.architecture}.rope.scaling.finetuned", True)

@@ -151,7 +151,7 @@ class ModelDirectory:
         templates = _chat_templates(path, tokenizer_config)
         architecture, whole = _architecture(path, config)
         if whole is not None:
-            config = _language_model(config, architecture)
+            config = _language_model(path, config, architecture)
         return cls(
             path=path,
             architecture=architecture,
@@ -467,9 +467,16 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
-def _language_model(config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
-    """The part of config.json about the language model within a model that reads more than text."""
+def _language_model(path: Path, config: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """The part of config.json about the language model within a model that reads more than text. Raises
+    ConfigurationError."""
     text = _text_config(config)
+    cap = "final_logit_softcapping"
+    if architecture == "Gemma3ForCausalLM" and text.get(cap) is not None:
+        raise ConfigurationError(
+            f"{path / 'config.json'}: {cap} of text_config is {text[cap]!r}; expected null: other servers cap the "
+            "logits of a Gemma 3 that reads images by it, and transformers does not; set it to null"
+        )
     usual = next(kind for kind, name in ARCHITECTURES.items() if name == architecture)
     _, defaults = _TYPES_WITHIN.get(str(text.get("model_type")), (usual, {}))
     of_whole = [*_OF_WHOLE] if text.get("tie_word_embeddings") else [*_OF_WHOLE, "tie_word_embeddings"]

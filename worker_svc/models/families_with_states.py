@@ -36,6 +36,7 @@ from worker_svc.models.family_parts import (
     two_rotations,
     windows,
 )
+from worker_svc.models.rope import rope_section
 
 WITH_STATES = Families()
 _STATES = ("linear_attention", "conv", "mamba")
@@ -446,12 +447,23 @@ def _granite_experts(fields: ConfigFields, config: DecoderConfig) -> ExpertsConf
     return GRANITE_EXPERTS(fields, config) if fields.integer("num_local_experts", 8, minimum=0) else None
 
 
+def _granite_rotated_part(fields: ConfigFields) -> float:
+    """The part of each head that is rotated. Only GGUF files name one, by `rotary_dim`; transformers rotates whole
+    heads whatever config.json says."""
+    if fields.values.get("rotary_dim") is not None:
+        return fields.integer("rotary_dim") / fields.integer("head_dim")
+    name = "partial_rotary_factor"
+    if (part := rope_section(fields).number(name, fields.number(name, 1.0))) != 1:
+        raise fields.error(name, part, "1, because transformers rotates whole heads of this architecture")
+    return 1.0
+
+
 # Granite with layers of Mamba 2. Layers may have experts in addition to an MLP that all tokens have.
 WITH_STATES.add(
     "GraniteMoeHybridForCausalLM",
     {"shared_intermediate_size": 1024},
     like=GRANITE,
-    fixed=NO_MLP_BIAS,
+    fixed={**NO_MLP_BIAS, "partial_rotary_factor": _granite_rotated_part},
     rotates_partly=True,
     mlp_module="shared_mlp",
     mlp_names=("input_linear", "input_linear", "output_linear"),

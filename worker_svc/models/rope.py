@@ -41,7 +41,7 @@ class RopeConfig:
     @classmethod
     def read(cls, config: ConfigFields, head_dim: int, *, may_be_partial: bool = False) -> "RopeConfig":
         """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (transformers 4)."""
-        fields = _rope_section(config)
+        fields = rope_section(config)
         max_positions = config.integer("max_position_embeddings", 2048)
         rope_type = fields.text("rope_type", fields.text("type", "default"))
         rope_type = "longrope" if rope_type == "su" else rope_type
@@ -131,7 +131,8 @@ class RopeConfig:
         return torch.cat((functional.pad(cos, rest, value=1.0), functional.pad(sin, rest)), dim=-1).to(device)
 
 
-def _rope_section(config: ConfigFields) -> ConfigFields:
+def rope_section(config: ConfigFields) -> ConfigFields:
+    """The section about rotary positions; empty if there is none."""
     for name in ("rope_scaling", "rope_parameters"):
         section = config.values.get(name)
         if section is None or section == {}:

@@ -259,14 +259,16 @@ class WholeCallParser(CallParser):
         begun = self.header.match(self._rest) if end is None else Unmatched.NEVER
         calls: list[tuple[str, str]] = []
         # Parsing a long call at once would block the event loop.
-        if end is not None and end <= MAX_WHOLE_CALL:
+        # The end may be missing after whole calls: a model may end its turn in its place.
+        length = len(self._rest) if end is None else end
+        if length <= MAX_WHOLE_CALL:
             with contextlib.suppress(*_PROBLEMS):
-                calls = [(name, write_json(arguments)) for name, arguments in self._calls_in(self._rest[:end])]
+                calls = [(name, write_json(arguments)) for name, arguments in self._calls_in(self._rest[:length])]
         if not calls or any(name not in self._tools for name, _ in calls):
             is_known = isinstance(begun, Match) and begun.name in self._tools
             self._end_unread(begun is Unmatched.MORE or is_known)
             return
-        self._consume(end or 0)
+        self._consume(length)
         for name, arguments in calls:
             self._open_call(name)
             self._add_arguments(arguments)
@@ -274,7 +276,7 @@ class WholeCallParser(CallParser):
 
 class BracedParser(WholeCallParser):
     """call:NAME{key:"text",other:1}: names of fields are bare, strings are between quotes of the format, and the rest
-    is JSON.
+    is JSON. Further calls may follow, after spaces or a comma.
 
     Attributes:
         quote: The quote around strings.
@@ -284,27 +286,37 @@ class BracedParser(WholeCallParser):
     quote: str
 
     def _calls_in(self, text: str) -> list[tuple[str, dict[str, Any]]]:
-        found = self.header.match(text)
-        if not isinstance(found, Match):
-            raise ValueError("no call")
         quote = re.escape(self.quote)
         parts = re.compile(
             rf"{quote}(?P<text>.*?){quote}|(?P<bare>(?:(?!{quote})[^,:{{}}\[\]])+)|[,:{{}}\[\]]", re.DOTALL
         )
-        written, position, body = list[str](), 0, text[found.end :].rstrip(SPACE).removesuffix(self.call_end)
-        while position < len(body):
-            part = parts.match(body, position)
+        rest, calls = text.rstrip(SPACE).removesuffix(self.call_end), list[tuple[str, dict[str, Any]]]()
+        while rest.strip():
+            found = self.header.match(rest)
+            if not isinstance(found, Match):
+                raise ValueError("no call")
+            written, end = self._read_object(rest, found.end, parts)
+            calls.append((found.name, read_json(written)))
+            rest = rest[end:].lstrip().removeprefix(",")
+        return calls
+
+    def _read_object(self, text: str, position: int, parts: re.Pattern[str]) -> tuple[str, int]:
+        """The object that begins at a position, as JSON, and the position after it."""
+        written, depth = list[str](), 0
+        while depth or not written:
+            part = parts.match(text, position)
             if part is None:
                 raise ValueError("a text without an end")
             position = part.end()
             bare = (part["bare"] or "").strip()
-            if part["text"] is not None or (bare and body.startswith(":", position)):
+            if part["text"] is not None or (bare and text.startswith(":", position)):
                 written.append(json.dumps(bare or part["text"]))
             elif bare:
                 written.append(_as_json(bare))
             elif part["bare"] is None:
+                depth += (part[0] in "{[") - (part[0] in "}]")
                 written.append(part[0])
-        return [(found.name, read_json("".join(written)))]
+        return "".join(written), position
 
 
 class MiniMaxM3Parser(WholeCallParser):

@@ -107,6 +107,14 @@ BAD = [
     ({"template_options": {"arguments": {"messages": []}}}, "template_options.arguments.messages", "set by the server"),
     ({"template_options": {"arguments": {"style": 1}}}, "template_options.arguments.style", "reads: enable_thinking"),
     ({"template_options": {"arguments": {"enable_thinking": [float("nan")]}}}, "template_options.arguments", "NaN or"),
+    ({"template_options": {"arguments_json": '{"a": 1e999}'}}, "template_options.arguments_json", "a JSON object"),
+    ({"template_options": {"arguments_json": "[1]"}}, "template_options.arguments_json", "must be a JSON object"),
+    ({"template_options": {"arguments_json": '{"style": NaN}'}}, "template_options.arguments_json", "a JSON object"),
+    ({"template_options": {"arguments_json": "{}", "arguments": {"enable_thinking": True}}},
+     "template_options.arguments_json", "arguments too"),
+    ({"template_options": {"arguments_json": f'{{"enable_thinking": {[1] * 5000}}}'}},
+     "template_options.arguments_json", "the max is 4,096"),
+    ({"template_options": {"arguments_json": '{"style": 1}'}}, "template_options.arguments.style", "reads: enable"),
     ({"response_format": REGEX, "sampling": IN_SAMPLING}, "response_format", "sampling.constraint too"),
     ({"response_format": common_pb2.Constraint(json_schema="{")}, "response_format.json_schema", "not valid JSON"),
     ({"response_format": common_pb2.Constraint(lark='start: "a"')}, "response_format", "combined with tools"),
@@ -128,7 +136,8 @@ async def test_bad_fields_are_refused_by_name(rig, fields, field, says):
     arguments = fields.get("template_options", {}).get("arguments", {})
     flags = {name: value for name, value in fields.get("template_options", {}).items() if name != "arguments"}
     json_format.ParseDict(flags, options)
-    options.arguments.update(arguments)
+    if arguments:
+        options.arguments.update(arguments)
     more = {"template_options": options} if "template_options" in fields else {}
     await refusal_of(rig.gateway.generation.Chat(request(**fields | more)), field, says)
     assert not rig.scheduler.submits

@@ -341,17 +341,23 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
     is 1 up to its first step.
 
     Raises:
-        ConfigurationError: config.json names no length.
+        ConfigurationError: config.json names no length, or a length with which tokens see nothing or all differ.
     """
     text = config.get_text_config()
+    is_chunked = "chunked_attention" in (getattr(text, "layer_types", None) or ())
+    tunes = bool(getattr(text, "attn_temperature_tuning", False))
+    _check_least(text, "index_topk", 1)
+    _check_least(text, "attention_chunk_size", 1 if is_chunked else None)
+    _check_least(text, "floor_scale", 2 if tunes else None)
+    _check_least(text, "window_size", 1 if text.model_type == "gpt_neo" else None)
     rope = getattr(text, "rope_parameters", None) or {}
     sections = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     of_rope = [each.get("original_max_position_embeddings") for each in sections if each.get("rope_type") == "longrope"]
     named = [getattr(text, name, None) for name in _LENGTH_FIELDS]
     limits = [*_lengths(*named)[:1], *_lengths(*of_rope, getattr(text, "index_topk", None))]
-    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+    if is_chunked:
         limits += _lengths(getattr(text, "attention_chunk_size", None))
-    if getattr(text, "attn_temperature_tuning", False):
+    if tunes:
         # Token number floor_scale, counted from 1, is the first with another temperature.
         limits += _lengths(getattr(text, "floor_scale", 0) - 1)
     if not limits:
@@ -359,6 +365,13 @@ def max_model_len_of(config: PreTrainedConfig) -> int:
     if not limits:
         raise ConfigurationError(f"config.json of model type {config.model_type!r} has no max_position_embeddings")
     return min(limits)
+
+
+def _check_least(text: PreTrainedConfig, name: str, least: int | None) -> None:
+    """Raises ConfigurationError for a number below `least`, which None leaves out."""
+    value = getattr(text, name, None)
+    if least is not None and isinstance(value, int) and value < least:
+        raise ConfigurationError(f"config.json: {name} is {value}; expected an integer of at least {least}")
 
 
 def _lengths(*values: object) -> list[int]:

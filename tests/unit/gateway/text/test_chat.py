@@ -354,6 +354,12 @@ def test_whole_numbers_among_the_arguments_of_a_template_are_integers():
     assert len(str(refused.value)) < 1000
 
 
+def test_arguments_of_a_template_as_json_keep_their_order_and_their_digits():
+    options = TemplateOptions(arguments_json='{"tool": {"b": 9007199254740993, "a": 1.0}}')
+    template = ChatTemplate("{{ tool | tojson }}", {})
+    assert template.render(ChatPrompt(MESSAGES, template_options=options)) == '{"b": 9007199254740993, "a": 1.0}'
+
+
 def test_a_template_that_drops_the_last_message_cannot_continue_it():
     prompt = ChatPrompt(MESSAGES, template_options=TemplateOptions(continue_final_message=True))
     with pytest.raises(InvalidArgument, match="continue_final_message"):

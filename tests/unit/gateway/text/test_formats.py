@@ -216,6 +216,15 @@ VARIANTS = [
         '<|tool_call>call:now{a:{<|"|>k<|"|>:null},b:x y}<tool_call|>',
         [("now", {"a": {"k": None}, "b": "x y"})],
     ),
+    # Several calls in one block.
+    (
+        "gemma4",
+        "<|tool_call>call:now{a:{},b:[{}]}call:now{},\ncall:now{}\n<tool_call|>",
+        [("now", {"a": {}, "b": [{}]}), NOW, NOW],
+    ),
+    # A model may end its turn without the mark at the end of a call.
+    ("gemma4", "<|tool_call>call:now{a:1}", [("now", {"a": 1})]),
+    ("functiongemma", "<start_function_call>call:now{}\n", [NOW]),
     (HARMONY, ' to=functions.now<|channel|>commentary json<|message|>{"a": 1}', [("now", {"a": 1})]),
 ]
 # Texts that begin like a call but are not calls: all of each is content.
@@ -253,6 +262,8 @@ NO_CALLS = [
     ("minimax_m3", TWO_CALLS["minimax_m3"].replace("</item>", "</day>")),
     ("minimax_m3", TWO_CALLS["minimax_m3"].replace("<days>", "<days>text")),
     ("gemma4", "<|tool_call>call:now{a:<tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{} and now <tool_call|>"),
+    ("gemma4", "<|tool_call>call:now{}call:unknown{}<tool_call|>"),
     ("functiongemma", "<start_function_call>now{}<end_function_call>"),
     ("pythonic", "[1, 2] are numbers"),
     ("pythonic", "[now(1)]"),

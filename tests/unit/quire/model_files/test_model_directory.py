@@ -141,6 +141,11 @@ def test_without_architectures_the_type_of_the_model_decides(make: Make) -> None
     assert model.config == text | {"architectures": ["Gemma3ForCausalLM"], "eos_token_id": [1, 106]}
 
 
+def test_a_cap_on_logits_that_transformers_ignores_within_the_whole_model_is_refused(make: Make) -> None:
+    config = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "final_logit_softcapping": 30.0}}
+    assert "final_logit_softcapping of text_config is 30.0; expected null" in error_of(make(config))
+
+
 def test_what_is_said_of_the_whole_model_counts_for_its_language_model(make: Make) -> None:
     text = {"model_type": "qwen2_5_vl_text", "num_hidden_layers": 3, "rope_parameters": {"mrope_section": [1, 1, 2]}}
     whole = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "text_config": text, "torch_dtype": "bfloat16"}

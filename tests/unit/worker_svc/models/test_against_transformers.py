@@ -292,6 +292,8 @@ def test_variants_of_the_configuration(family: str, fields: dict[str, Any], tmp_
         ("Ernie4_5_Moe", {"moe_norm_min": 0.5}, "moe_norm_min is 0.5; expected 1e-12, the only supported value"),
         ("Qwen3Next", {"hidden_act": "gelu"}, "hidden_act is 'gelu'; expected silu, which is the only activation of"),
         ("Zamba2", {"tie_word_embeddings": False}, "tie_word_embeddings is False; expected true"),
+        ("GraniteMoeHybrid", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; expected 1, because"),
+        ("GraniteMoeHybrid", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ("NemotronH", {"mamba_hidden_act": "relu"}, "mamba_hidden_act is 'relu'; expected silu"),
     ],
 )

@@ -3,7 +3,15 @@
 from typing import Any
 
 import pytest
-from transformers import BloomConfig, FalconMambaConfig, Llama4TextConfig, LlamaConfig, MptConfig, PreTrainedConfig
+from transformers import (
+    BloomConfig,
+    FalconMambaConfig,
+    GPTNeoConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MptConfig,
+    PreTrainedConfig,
+)
 
 from quire.runtime.settings import ConfigurationError
 from worker_svc.models.transformers.model import remembered_by_generate
@@ -29,6 +37,20 @@ from worker_svc.models.transformers.probe import max_model_len_of
 )
 def test_the_length_is_what_the_configuration_allows(config: PreTrainedConfig, length: int) -> None:
     assert max_model_len_of(config) == length
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPTNeoConfig(window_size=0), "window_size is 0; expected an integer of at least 1"),
+        (Llama4TextConfig(floor_scale=1), "floor_scale is 1; expected an integer of at least 2"),
+        (Llama4TextConfig(attention_chunk_size=0), "attention_chunk_size is 0; expected an integer of at least 1"),
+        (LlamaConfig(index_topk=0), "index_topk is 0; expected an integer of at least 1"),
+    ],
+)
+def test_lengths_with_which_tokens_see_nothing_are_refused(config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        max_model_len_of(config)
 
 
 def test_a_model_that_names_no_length_is_refused() -> None:
