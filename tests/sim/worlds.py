@@ -79,7 +79,7 @@ _LATER_S = 30.0
 _HTTP_BYTES = 600
 """Maximum bytes over HTTP for a token, with log probabilities of three more tokens, as a separate event."""
 _STEP_BYTES = 1000
-"""Bytes of the steps that a request adds to those of the others, on a connection whose window delays each few bytes."""
+"""Bytes of messages of steps that each request adds, on a connection whose small window delays each few bytes."""
 _REPORTED = 100
 """Number of worlds between two reports of progress."""
 _MOVING = 0.05

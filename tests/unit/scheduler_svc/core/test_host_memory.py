@@ -209,7 +209,7 @@ def test_a_request_with_windows_takes_no_more_blocks_than_were_counted_before(st
         extra.append(num_free - batch.blocks.pool.num_free - num_counted)
         return starts
 
-    batch.start = counted  # pyrefly: ignore[bad-assignment]
+    batch.start = counted
     drawn = Random(0)
     for handle in range(1, 30):
         prompt = prompt_of(drawn.randrange(3), drawn.choice([16, 40, 64, 100]))
