@@ -194,7 +194,7 @@ async def test_gateways_are_replaced_one_by_one_behind_one_address() -> None:
             for index in (1, 2):
                 await until_true(answered(5), timeout_s=60)
                 name = deployment.container("gateway", index)
-                assert docker("stop", "--time", "45", name).strip() == name
+                assert docker("stop", "-t", "45", name).strip() == name
                 docker("rm", name)
                 await until_true(answered(5), timeout_s=60)
                 deployment.compose("up", "--detach", "--no-build", "--wait", "--scale", "gateway=2", "--no-recreate")

@@ -301,13 +301,26 @@ void look_up(const uint8_t* stored, int64_t groups, uint16_t* to) {
     }
 }
 
+// Rows that can be looked up; null for formats that no file stores in groups.
+struct GroupedRows {
+  decltype(&look_up<Q80>) look_up;
+  int64_t bytes_of_group, numbers_of_group;
+};
+
+template <class Format>
+constexpr GroupedRows grouped_rows() {
+  if constexpr (Format::kPiecesOfGroup > 0)
+    return {look_up<Format>, Stored<Format>::kBytes, Format::kPiecesOfGroup * kPanel};
+  else
+    return {};
+}
+
 }  // namespace
 
 void pack_coded(const OpenMp& openmp, const PackArgs& args) {
-  with_format(args.stored, [&]<class Format>() {
-    const int64_t panels = num_panels(args.out_features, args.gated != 0);
-    for_each_panel(openmp, args.threads, panels, [&](int64_t panel) { pack<Format>(args, panel); });
-  });
+  const auto pack_panel = with_format(args.stored, []<class Format>() { return pack<Format>; });
+  for_each_panel(openmp, args.threads, num_panels(args.out_features, args.gated != 0),
+                 [&](int64_t panel) { pack_panel(args, panel); });
 }
 
 }  // namespace quire
@@ -316,15 +329,12 @@ int32_t quire_look_up(const quire::Context* context, const quire::LookUpArgs* ar
   using namespace quire;
   for (int64_t i = 0; i < args->num_ids; ++i)
     if (args->ids[i] < 0 || args->ids[i] >= args->num_rows) return kBadId;
-  with_format(args->stored, [=]<class Format>() {
-    if constexpr (Format::kPiecesOfGroup > 0) {
-      const int64_t groups = args->row_bytes / Stored<Format>::kBytes;
-      const int64_t in_features = groups * Format::kPiecesOfGroup * kPanel;
-      for_each_panel(context->openmp, args->num_ids > 8 ? args->threads : 1, args->num_ids, [=](int64_t i) {
-        look_up<Format>(static_cast<const uint8_t*>(args->rows) + args->ids[i] * args->row_stride, groups,
-                        static_cast<uint16_t*>(args->output) + i * in_features);
-      });
-    }
+  const GroupedRows rows = with_format(args->stored, []<class Format>() { return grouped_rows<Format>(); });
+  if (rows.look_up == nullptr) return kOk;
+  const int64_t groups = args->row_bytes / rows.bytes_of_group, in_features = groups * rows.numbers_of_group;
+  for_each_panel(context->openmp, args->num_ids > 8 ? args->threads : 1, args->num_ids, [&](int64_t i) {
+    rows.look_up(static_cast<const uint8_t*>(args->rows) + args->ids[i] * args->row_stride, groups,
+                 static_cast<uint16_t*>(args->output) + i * in_features);
   });
   return kOk;
 }
