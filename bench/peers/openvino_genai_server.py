@@ -43,6 +43,8 @@ class Engine:
         threading.Thread(target=self._run, daemon=True).start()
 
         self.tokenizer = self._pipeline.get_tokenizer()
+        # Where two threads are the first to read `data`, at the same time, both may wait forever (openvino 2026.4).
+        _ = self.tokenizer.encode("").input_ids.data
 
     def generate(self, prompt, **settings):
         """Yields token ids, their log probabilities and the reason of the end, as they come; a string is encoded.
