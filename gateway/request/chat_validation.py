@@ -166,14 +166,15 @@ def _check_arguments_json(violations: Violations, options: TemplateOptions, fiel
     elif (num_values := num_values_in(text)) > max_values:
         violations.add(field, f"has {num_values:,} values; the max is {max_values:,}")
     else:
+        problem = ""
         try:
             value: Any = read_json(text)
             # Python reads 1e999 as infinity.
             write_json(value)
-        except ValueError:
-            value = None
+        except ValueError as error:
+            value, problem = None, f" ({error})"
         if not isinstance(value, dict):
-            violations.add(field, f"is {shortened(text)!r}; it must be a JSON object")
+            violations.add(field, f"is {shortened(text)!r}{problem}; it must be a JSON object")
 
 
 def _add_too_many_values(violations: Violations, path: str, num_values: int) -> None:
