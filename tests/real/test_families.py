@@ -22,6 +22,9 @@ LINES = {model_type: line for line, types in REFUSED.items() for model_type in t
 SHOWN_BY_WEIGHTS = {"camembert", "data2vec-text", "dots3_note_text", "roberta", "roberta-prelayernorm", "xlm-roberta"}
 SHOWN_BY_WEIGHTS |= {"xlm-roberta-xl", "xlnet", "xmod"}
 
+# The logits that transformers computes in float32 differ from its logits in float64 by up to 1.8e-4.
+COMPARED_IN_FLOAT64 = {"qwen3_5_moe", "qwen3_5_moe_text"}
+
 
 def _cases() -> list[object]:
     cases: list[object] = []
@@ -46,6 +49,9 @@ def test_logits_equal_those_of_transformers(model_type: str, tmp_path: Path) -> 
         assert line in _refusal(tmp_path)
         load(tmp_path)
     reference = tiny_model(model_type, tmp_path)
+    if model_type in COMPARED_IN_FLOAT64:
+        # Its grouped products of experts have no float64.
+        reference.double().set_experts_implementation("eager")
     if line is not None:
         assert line in _refusal(tmp_path)
     assert_serves_like(reference, load(tmp_path))
