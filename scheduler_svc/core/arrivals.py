@@ -334,7 +334,7 @@ class Arrivals:
         Every group waits again in its place, and every pin that held blocks is computed again.
         """
         state = self._state
-        state.fetches.forget_untold()
+        state.fetches.restore_untold()
         state.in_flight.clear()
         state.waiting.release_all()
         for group in state.waiting.all():

@@ -150,8 +150,8 @@ class Fetches:
         group.source = None
         return self._arriving(number, source, cached if hashes else [], hashes)
 
-    def forget_untold(self) -> None:
-        """The worker was lost. The blocks that it was not told to fetch can be fetched by the next worker."""
+    def restore_untold(self) -> None:
+        """The worker was lost. The next worker may fetch the blocks that this one was not yet told to fetch."""
         for key, arriving in self._state.preparations.untold_fetches():
             if (group := self._state.group(key)) is not None:
                 group.source = arriving.source

@@ -37,7 +37,7 @@ class Windows:
 
     def max_at_first(self, first: int, end: int, sequence: Sequence) -> int:
         """The maximum number of blocks of a windowed group that such a sequence takes at first if the host may have
-        blocks from `first` on: it then takes a window of these, too, before it reads the window that is cached."""
+        further blocks of it. The sequence then takes one more window: the one before its first computed token."""
         return end - first if sequence.request.num_sequences > 1 else min(end - first, self.reach)
 
     def extend(self, sequence: Sequence, end: int, take: Callable[[int], list[BlockId]]) -> list[tuple[int, BlockId]]:

@@ -189,7 +189,7 @@ def test_a_full_host_keeps_nothing_more() -> None:
 
 @pytest.mark.parametrize("state_blocks", [0, 1])
 def test_a_request_with_windows_takes_no_more_blocks_than_were_counted_before(state_blocks: int) -> None:
-    """The host continues some prompts, and the window that their cached start ends with is read no more then."""
+    """If the host continues a prompt, a window of its blocks comes in addition to the window of the cached start."""
     driver = make_driver(
         num_blocks=80,
         num_host_blocks=300,
