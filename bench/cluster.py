@@ -220,7 +220,8 @@ def scheduler_address(replica: Kept) -> str:
 def services_of(serve: int, number: str) -> dict[str, int]:
     """Process ids of the services of a `quire serve` process, by name: "worker-NUMBER" and so on."""
     found: dict[str, int] = {}
-    for pid in _children(serve):
+    # The oldest of a name: a younger one stands by for it.
+    for pid in sorted(_children(serve), key=lambda child: int((stat_of(child) or [0] * 20)[19]), reverse=True):
         command = _command_of(pid)
         if service := _SERVICE.search(command):
             further = (_GATEWAY_SOCKET if service[1] == "gateway" else _RANK).search(command)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gateway.settings import GatewaySettings
 from quire.rpc.listeners import inherited_listener
-from quire.rpc.process import imports_that_stay, run_service
+from quire.rpc.process import imports_that_stay, run_service, stand_by
 from quire.runtime import failpoint
 from quire.runtime.logs import begin_logging
 from quire.runtime.settings import load_settings
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import_fronts(settings.served_fronts)
         level, form = settings.log_level, settings.log_format
         begin_logging("gateway", level, form, GatewaySettings, os.environ, program=_PROGRAM)
+        await stand_by(os.environ)
         await serve(settings, inherited_listener(os.environ))
 
     return run_service(start, program=_PROGRAM)

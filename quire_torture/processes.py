@@ -25,6 +25,13 @@ class Process:
     command: str
 
     @property
+    def is_standby(self) -> bool:
+        """Whether it serves nothing yet and calls itself a standby."""
+        with contextlib.suppress(OSError):
+            return "standby" in (_PROC / str(self.pid) / "comm").read_text()
+        return False
+
+    @property
     def state(self) -> str | None:
         """The letter of /proc: "T" if it is stopped; None if it has ended, also if its parent has not waited for it."""
         fields = stat_of(self.pid)
@@ -99,6 +106,7 @@ def tree_of(root: int) -> Mapping[int, Process]:
 
 def named(root: int, name: str) -> list[Process]:
     """The processes of a tree that have this name in their command line before the first flag with two dashes, where
-    other processes are named, the nearest to the root first."""
+    other processes are named, the nearest to the root first, without standby processes."""
     pattern = re.compile(rf"(?<![a-z]){re.escape(name)}")
-    return [each for each in tree_of(root).values() if pattern.search(each.command.partition(" --")[0])]
+    found = [each for each in tree_of(root).values() if pattern.search(each.command.partition(" --")[0])]
+    return [each for each in found if not each.is_standby]

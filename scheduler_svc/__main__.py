@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from quire.rpc.process import imports_that_stay, run_service, settle_objects
+from quire.rpc.process import imports_that_stay, run_service, settle_objects, stand_by
 from quire.runtime import failpoint
 from quire.runtime.logs import begin_logging
 from quire.runtime.settings import load_settings
@@ -24,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin_logging("scheduler", level, form, SchedulerSettings, os.environ, program=PROGRAM)
         with imports_that_stay():
             from scheduler_svc.service.app import serve
+        await stand_by(os.environ)
         await serve(settings, on_attached=settle_objects)
 
     return run_service(run, program=PROGRAM)

@@ -5,11 +5,12 @@ import logging
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from quire.model_files.model_source import check_local_model
 from quire.model_files.progress import ASLEEP_WITHOUT_WEIGHTS, STARTING, LoadProgress
-from quire.rpc.process import imports_that_stay
+from quire.rpc.process import imports_that_stay, stand_by
 from quire.rpc.server import RpcServer
 from quire.rpc.tls import Role, ServerTls, TlsIdentity, warn_if_open
 from quire.runtime.failpoint import failpoint
@@ -31,6 +32,12 @@ _FETCH_S = 15.0
 _logger = logging.getLogger(__name__)
 
 
+def _import_startup(settings: WorkerSettings) -> None:
+    """Imports all that a start needs, torch above all; for the thread that loads the model, which OpenMP then knows."""
+    with imports_that_stay(), placed_threads(settings):
+        import worker_svc.startup  # noqa: F401
+
+
 async def serve(settings: WorkerSettings) -> None:
     """Serves until it is cancelled, a sleep discards the weights, or the device hangs, which ends the process. Listens
     from the start, and reports the progress of loading; health says SERVING when the model is loaded.
@@ -39,14 +46,15 @@ async def serve(settings: WorkerSettings) -> None:
         ConfigurationError: an address is in use, or the model, the device or the memory is not available.
     """
     configure_logging("worker", settings.log_level, settings.log_format)
+    device_loop = DeviceLoop()
+    device_loop.start()
+    await stand_by(os.environ, lambda: asyncio.wrap_future(device_loop.call(partial(_import_startup, settings))))
     check_local_model(settings.model)
     metrics = WorkerMetrics()
-    device_loop = DeviceLoop()
     stopping = threading.Event()
     tracer = open_tracer(settings.otlp_traces_endpoint, "worker")
     servicer = WorkerServicer(metrics, tracer, stopping=stopping)
     server, operators = await _start_server(settings, servicer, metrics)
-    device_loop.start()
     metrics_server = None
     try:
         if settings.metrics_port is not None:
@@ -57,8 +65,8 @@ async def serve(settings: WorkerSettings) -> None:
         def load() -> Worker:
             # torch takes seconds to import. Errors that need no torch come before, and the event loop answers health
             # checks meanwhile.
-            with imports_that_stay(), placed_threads(settings):
-                from worker_svc.startup import build_worker
+            _import_startup(settings)
+            from worker_svc.startup import build_worker
 
             start_moving_heap()
             failpoint("worker.load.begun")

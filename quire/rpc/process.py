@@ -9,9 +9,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -24,6 +24,10 @@ CONFIGURATION_EXIT_STATUS = 2
 TEMPORARY_EXIT_STATUS = LOST_PEER_EXIT_STATUS = 75
 """The exit status of a process that lost a process which it cannot run without, or found something that may be mended
 at its next start (EX_TEMPFAIL: try again)."""
+STANDBY = "QUIRE_STANDBY"
+"""The environment of a process that waits for its turn has this variable (`stand_by`)."""
+_STANDBY_NAME, _SERVING_NAME = "quire-standby", "quire"
+_STDIN = 0
 _OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
 # Distributions that are not named as their modules are.
 _DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
@@ -171,6 +175,36 @@ def imports_that_stay() -> Iterator[None]:
         gc.enable()
 
 
+async def stand_by(environ: MutableMapping[str, str], imports: Callable[[], Awaitable[None]] | None = None) -> None:
+    """For a service that has made its imports: a standby process waits here until its supervisor needs it, with a byte
+    on stdin, and ends if its supervisor has ended. Other processes return at once.
+
+    Args:
+        environ: Has the variable STANDBY in a standby process only; it is removed.
+        imports: Imports what the service imports later otherwise.
+    """
+    if environ.pop(STANDBY, None) is None:
+        return
+    if imports is not None:
+        await imports()
+    needed = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(_STDIN, needed.set)
+    try:
+        await needed.wait()
+    finally:
+        loop.remove_reader(_STDIN)
+    if not os.read(_STDIN, 1):
+        sys.exit()
+    _name_process(_SERVING_NAME)
+
+
+def _name_process(name: str) -> None:
+    """Gives this process its name in `ps` and `top`, on Linux."""
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
 def settle_objects() -> None:
     """For the end of a start: the present objects stay, such as modules and the arrays of a pool. No garbage collection
     visits them, which would hold up a process for tens of milliseconds, and they move to huge pages."""
@@ -222,6 +256,8 @@ async def _until_signalled(main: Callable[[], Awaitable[None]]) -> None:
     loop.add_signal_handler(signal.SIGUSR2, change_level, None)
     for number in signals:
         loop.add_signal_handler(number, stop, number)
+    if STANDBY in os.environ:
+        _name_process(_STANDBY_NAME)
     try:
         await task
     except asyncio.CancelledError:

@@ -312,15 +312,17 @@ class EmbeddedServer(ChildServer):
 
     def _services(self) -> dict[str, _Service]:
         # All processes of this server, and only they, have this variable.
-        mark, found = f"{VARIABLE}={self._watched()}".encode(), dict[str, _Service]()
+        mark, found = f"{VARIABLE}={self._watched()}".encode(), list[tuple[int, str, _Service]]()
         for pid in (int(each.name) for each in Path("/proc").glob("[0-9]*")):
             with contextlib.suppress(OSError):
                 if os.getpgid(pid) != pid or mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     continue
+                started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
                 for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
                     if own := _OWN_SOCKET.fullmatch(word):
-                        found[own["name"]] = _Service(pid, own["path"])
-        return found
+                        found.append((started, own["name"], _Service(pid, own["path"])))
+        # The oldest of a name: a younger one stands by for it.
+        return {name: service for _, name, service in sorted(found, key=lambda each: each[0], reverse=True)}
 
     def kill_at(self, failpoint: str, passes: int = 1) -> None:
         """Ends the process that passes a failpoint, by SIGKILL at this pass from now on. `quire serve` restarts it."""

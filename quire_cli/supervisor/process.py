@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS
+from quire.rpc.process import CONFIGURATION_EXIT_STATUS, LOST_PEER_EXIT_STATUS, STANDBY
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
 from quire_cli.supervisor.shared_listener import SharedListener
@@ -22,6 +22,8 @@ from quire_cli.supervisor.shared_listener import SharedListener
 _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.
 _REFUSAL = re.compile(r"quire \w+: error: .+")
+# A service that dies at once needs no standby, and the imports of one must not slow down a start.
+_STANDBY_AFTER_S = 5.0
 # Once the process is gone, only the rest in its pipes is left to read.
 _PIPES_GRACE_S = 1.0
 
@@ -74,15 +76,18 @@ class ServiceSpec:
         on_output: Takes each line of the child's stdout; if absent, stdout goes to our stderr. Its stderr goes to
             our stderr, except for the reason of a refusal, which ServiceRefused carries.
         listener: Has the socket that the child inherits.
+        wants_standby: Whether to make the process of the next start now, which makes its imports and then stands by
+            (`quire.rpc.process.stand_by`). None for a program that cannot stand by.
     """
 
     name: str
     command: Callable[[], list[str]]
-    environ: Mapping[str, str]
+    environ: dict[str, str]
     on_output: Callable[[str], None] | None = None
     is_proven: Callable[[], bool] = lambda: False
     niceness: int = 0
     listener: SharedListener | None = None
+    wants_standby: Callable[[], bool] | None = None
 
 
 class SupervisedProcess:
@@ -95,7 +100,7 @@ class SupervisedProcess:
         self._report = report
         self._backoff = backoff
         self._process: _Child | None = None
-        self._refusals: list[str] = []
+        self._standby: _Life | None = None
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -127,9 +132,11 @@ class SupervisedProcess:
         await asyncio.wait([self._task])
 
     def kill(self) -> None:
-        """Kills it and all that it started, at once and for good."""
+        """Kills it, its standby and all that they started, at once and for good."""
         self._stopping.set()
         self.kill_once()
+        if self._standby is not None:
+            _kill_group(self._standby.child.pid)
 
     def kill_once(self) -> None:
         """Kills it and all that it started, so that it is restarted."""
@@ -137,15 +144,25 @@ class SupervisedProcess:
             _kill_group(self._process.pid)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the process a signal, if it runs."""
+        """Sends the process a signal, if it runs, and its standby."""
         if self._process is not None:
             self._process.signal(number)
+        if self._standby is not None:
+            self._standby.child.signal(number)
 
     async def _supervise(self) -> None:
+        try:
+            await self._supervise_starts()
+        finally:
+            if self._standby is not None:
+                await self._standby.end()
+                self._standby = None
+
+    async def _supervise_starts(self) -> None:
         while not self._stopping.is_set():
             started_at = clock.monotonic()
             try:
-                status = await self._run_once()
+                status, refusals = await self._run_once()
             except OSError as error:  # too many open files or processes, or no memory: these are temporary
                 delay_s = self._backoff.delay_s(0.0)
                 self._report(f"{self.name} cannot be started: {error}; trying again in {delay_s:g} s")
@@ -154,9 +171,9 @@ class SupervisedProcess:
             if self._stopping.is_set():
                 return
             if status == CONFIGURATION_EXIT_STATUS and not self._spec.is_proven():
-                reasons = self._refusals or [f"quire {self.name}: error: it refused its configuration"]
+                reasons = refusals or [f"quire {self.name}: error: it refused its configuration"]
                 raise ServiceRefused(reasons[-1])
-            for line in self._refusals:
+            for line in refusals:
                 print_error(line)
             # A service that an operator ends by SIGTERM, for example to renew it, ends with status 0.
             died = status not in (0, LOST_PEER_EXIT_STATUS)
@@ -168,73 +185,48 @@ class SupervisedProcess:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), timeout_s)
 
-    async def _run_once(self) -> int:
-        """Starts the process, waits for its end, returns its status. If it cannot be started, raises OSError and leaves
-        nothing of it behind."""
-        self._refusals = []
-        pipes: list[_LinePipe] = []
+    async def _run_once(self) -> tuple[int, Sequence[str]]:
+        """Starts the process or takes the standby, waits for its end, returns its status and the lines of its refusals.
+        If it cannot be started, raises OSError and leaves nothing of it behind."""
         try:
-            pipes.append(await _LinePipe.open(self._read_error_line))
-            if self._spec.on_output:
-                pipes.append(await _LinePipe.open(self._spec.on_output))
-            child = await self._spawn(pipes)
+            life = await self._take_standby() or await _Life.begin(self._spec)
+            self._process = life.child
+            self.starts += 1
+            if self._stopping.is_set():
+                self.signal(signal.SIGTERM)
+            preparing = asyncio.create_task(self._make_standby(), name=f"make a standby of {self.name}")
             try:
-                return await child.wait()
-            except BaseException:
-                self.kill()
-                await child.wait()
-                raise
+                return await life.child.wait(), life.refusals
             finally:
                 self._process = None
+                preparing.cancel()
+                await asyncio.wait([preparing])
                 # Processes that it started must not outlive it.
-                _kill_group(child.pid)
+                await life.end()
         finally:
-            for pipe in pipes:
-                await pipe.finish(_PIPES_GRACE_S)
             if self._spec.listener is not None:
                 self._spec.listener.end(self.name)
 
-    async def _spawn(self, pipes: Sequence["_LinePipe"]) -> "_Child":
-        """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
-        listener = None if self._spec.listener is None else self._spec.listener.lend()
-        inherited = [] if listener is None else [listener.fileno()]
-        try:
-            self._process = child = await _Child.start(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    _LAUNCHER,
-                    str(os.getpid()),
-                    str(self._spec.niceness),
-                    *(map(str, inherited) if inherited else "-"),
-                    *self._spec.command(),
-                ],
-                stdin=subprocess.DEVNULL,
-                # Without a reader it goes to our stderr: our stdout is for the ready line only.
-                stdout=pipes[1].write_end if len(pipes) > 1 else 2,
-                stderr=pipes[0].write_end,
-                env=self._spec.environ,
-                pass_fds=inherited,
-                # Its own group: Ctrl-C in the terminal reaches the supervisor only, which then stops all in order. Not
-                # its own session: Linux weighs sessions against each other, and niceness would count within each only.
-                process_group=0,
-            )
-        finally:
-            for pipe in pipes:
-                pipe.close_write_end()
-            if listener is not None:
-                listener.close()
-        self.starts += 1
-        if self._stopping.is_set():
-            self.signal(signal.SIGTERM)
-        return child
+    async def _make_standby(self) -> None:
+        wants = self._spec.wants_standby
+        if wants is None or self._standby is not None:
+            return
+        while True:
+            await asyncio.sleep(_STANDBY_AFTER_S)
+            if self._stopping.is_set():
+                return
+            if wants():
+                # Without a standby the next start takes longer, as it did before.
+                with suppress(OSError):
+                    self._standby = await _Life.begin(self._spec, is_standby=True)
+                return
 
-    def _read_error_line(self, line: str) -> None:
-        if _REFUSAL.fullmatch(line):
-            self._refusals.append(line)
-        else:
-            print_error(line)
+    async def _take_standby(self) -> "_Life | None":
+        life, self._standby = self._standby, None
+        if life is None or life.give_turn():
+            return life
+        await life.end()
+        return None
 
 
 def _kill_group(pid: int) -> None:
@@ -247,6 +239,107 @@ def _describe(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     return f"was killed by {signal.Signals(-status).name}"
+
+
+class _Life:
+    """A process with the pipes into which it writes, from its start to its end.
+
+    Attributes:
+        child: The process.
+        refusals: The lines that say why it refused its configuration.
+    """
+
+    def __init__(self, spec: ServiceSpec) -> None:
+        self.child: _Child
+        self.refusals: list[str] = []
+        self._spec = spec
+        self._pipes: list[_LinePipe] = []
+        self._turn: int | None = None
+        self._socket_number = 0
+
+    @classmethod
+    async def begin(cls, spec: ServiceSpec, *, is_standby: bool = False) -> Self:
+        """Starts a process; a standby waits for `give_turn`. If it cannot be started, raises OSError and leaves nothing
+        behind."""
+        life = cls(spec)
+        try:
+            life._pipes.append(await _LinePipe.open(life._read_error_line))
+            if spec.on_output:
+                life._pipes.append(await _LinePipe.open(spec.on_output))
+            await life._spawn(is_standby)
+        except BaseException:
+            await life._close()
+            raise
+        return life
+
+    def give_turn(self) -> bool:
+        """Lets a standby serve; False if it cannot, because it has ended or has a socket that is no longer used."""
+        assert self._turn is not None
+        listener = self._spec.listener
+        if self.child.has_ended or (listener is not None and listener.number != self._socket_number):
+            return False
+        with suppress(BrokenPipeError):
+            os.write(self._turn, b"\n")
+            return True
+        return False
+
+    async def end(self) -> None:
+        """Kills the process and all that it started, and waits for its end and for the rest in its pipes."""
+        _kill_group(self.child.pid)
+        await self.child.wait()
+        await self._close()
+
+    async def _close(self) -> None:
+        if self._turn is not None:
+            os.close(self._turn)
+            self._turn = None
+        for pipe in self._pipes:
+            await pipe.finish(_PIPES_GRACE_S)
+
+    async def _spawn(self, is_standby: bool) -> None:
+        """Starts the process with a pipe for its stderr and, if there is a second one, for its stdout."""
+        spec, pipes = self._spec, self._pipes
+        listener = None if spec.listener is None else spec.listener.lend()
+        self._socket_number = 0 if spec.listener is None else spec.listener.number
+        inherited = [] if listener is None else [listener.fileno()]
+        stdin = subprocess.DEVNULL
+        if is_standby:
+            stdin, self._turn = os.pipe()
+        try:
+            self.child = await _Child.start(
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    _LAUNCHER,
+                    str(os.getpid()),
+                    str(spec.niceness),
+                    *(map(str, inherited) if inherited else "-"),
+                    *spec.command(),
+                ],
+                stdin=stdin,
+                # Without a reader it goes to our stderr: our stdout is for the ready line only.
+                stdout=pipes[1].write_end if len(pipes) > 1 else 2,
+                stderr=pipes[0].write_end,
+                env=spec.environ | {STANDBY: "1"} if is_standby else spec.environ,
+                pass_fds=inherited,
+                # Its own group: Ctrl-C in the terminal reaches the supervisor only, which then stops all in order. Not
+                # its own session: Linux weighs sessions against each other, and niceness would count within each only.
+                process_group=0,
+            )
+        finally:
+            if is_standby:
+                os.close(stdin)
+            for pipe in pipes:
+                pipe.close_write_end()
+            if listener is not None:
+                listener.close()
+
+    def _read_error_line(self, line: str) -> None:
+        if _REFUSAL.fullmatch(line):
+            self.refusals.append(line)
+        else:
+            print_error(line)
 
 
 class _Child:
@@ -288,6 +381,10 @@ class _Child:
         except asyncio.CancelledError:
             started.add_done_callback(_kill_started)
             raise
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.done()
 
     async def wait(self) -> int:
         """The exit status, negative for a signal."""

@@ -25,6 +25,7 @@ from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU, read_adap
 from quire.model_files.model_directory import SUPPORTED_ARCHITECTURES, ModelDirectory, is_gguf, weight_files
 from quire.model_files.model_source import resolve_model
 from quire.rpc.address import AddressInUse, ReservedPort
+from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from quire.tracing import check_installed
 from quire_cli.supervisor.commands import Commands, Programs, child_environ, gateway_name
@@ -39,6 +40,8 @@ _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn
 _LISTENING = "quire-gateway: listening "
 # The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
 _EXIT_GRACE_S = 5.0
+# Standby processes take a tenth of it.
+_MIN_BYTES_FOR_STANDBY = 2 << 30
 _PROBE = "quire-serve-probe"
 _DIRECTORY_PREFIX = "quire-"
 _LOCK = "lock"
@@ -318,6 +321,8 @@ class LocalServer:
     def _make_processes(self, commands: Commands) -> list[list[SupervisedProcess]]:
         """In the order in which they stop: each drains while later ones still serve, gateways all at once."""
         environ = child_environ(os.environ)
+        # A program that knows no standby would serve twice.
+        wants_standby = self._wants_standby if self._settings.standby and self._programs == Programs() else None
         grpc_port, http_port = (port.address.port for port in self._ports[:2])
         gateways = [
             ServiceSpec(
@@ -328,12 +333,18 @@ class LocalServer:
                 # The other gateways keep serving, and a loaded model is worth more than an early report.
                 is_proven=self._all_listen.is_set,
                 listener=self._http,
+                wants_standby=wants_standby,
             )
             for number in commands.gateways
         ]
         # A second scheduler at its worker refuses, for good.
         schedulers = [
-            ServiceSpec(commands.scheduler_name(model), partial(commands.scheduler, model), environ)
+            ServiceSpec(
+                commands.scheduler_name(model),
+                partial(commands.scheduler, model),
+                environ,
+                wants_standby=wants_standby,
+            )
             for model in commands.models
         ]
         niceness = niceness_of(commands.settings)
@@ -346,6 +357,7 @@ class LocalServer:
                 # Later refusals are often temporary: other processes have the memory, or a pool's last user still ends.
                 is_proven=self._has_served.is_set,
                 niceness=niceness[model],
+                wants_standby=wants_standby,
             )
             for model in commands.models
             for rank in commands.ranks(model)
@@ -358,6 +370,10 @@ class LocalServer:
             [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
             for stage in stages
         ]
+
+    def _wants_standby(self) -> bool:
+        available = available_memory()
+        return self._has_served.is_set() and (available is None or available >= _MIN_BYTES_FOR_STANDBY)
 
 
 class RunDirectory:

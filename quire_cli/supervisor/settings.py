@@ -55,6 +55,12 @@ class ServeSettings(ServedModelsFlags, GatewayFlags, WorkerFlags, SchedulerFlags
     )
     scheduler_metrics_port: int | None = setting(None, "port of the scheduler's metrics", minimum=0, maximum=_LAST_PORT)
     worker_metrics_port: int | None = setting(None, "port of the worker's metrics", minimum=0, maximum=_LAST_PORT)
+    standby: bool = setting(
+        True,
+        "keep a second process of each service, which has imported its packages and waits: a service that dies is "
+        "back some seconds sooner; takes 160 MiB for a worker, 90 MiB for gateway and scheduler, while at least 2 GiB "
+        "of memory are available",
+    )
     worker_niceness: int | None = setting(
         None,
         "niceness of workers in addition to this process's; not given, 10 for models of embeddings or scores that are "

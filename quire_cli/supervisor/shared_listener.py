@@ -19,6 +19,8 @@ class SharedListener:
         self._socket: socket.socket | None = None
         self._accepting: set[str] = set()
         self._is_closed = False
+        self.number = 0
+        """The number of the socket that is lent now; the ones before were closed."""
 
     def lend(self) -> socket.socket | None:
         """A copy of the socket, for a process that is about to start; None after `close`. The caller closes it. Raises
@@ -49,3 +51,4 @@ class SharedListener:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+            self.number += 1

@@ -19,10 +19,15 @@ from tests.support.processes import until_true
 SERVER = """
 import socket, subprocess, sys
 listening = socket.create_server(("127.0.0.1", 0))
-waiting = "import sys; sys.stdin.read()"
+waiting = "import sys; open('/proc/self/comm', 'w').write(sys.argv[2][2:]); print(flush=True); sys.stdin.read()"
 # The names are not in the command of this process.
 names = [kind + "_svc" for kind in ("one", "other")]
-children = [subprocess.Popen([sys.executable, "-c", waiting, name, "--of=" + names[0]], stdin=-1) for name in names]
+standby = [sys.executable, "-c", waiting, names[0], "--a-standby"]
+children = [subprocess.Popen(standby, stdin=-1, stdout=-1)]
+# It has its name.
+children[0].stdout.readline()
+for name in names:
+    children.append(subprocess.Popen([sys.executable, "-c", waiting, name, "--of=" + names[0]], stdin=-1, stdout=-3))
 print(listening.getsockname()[1], flush=True)
 for child in children:
     child.wait()

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.rpc.address import ReservedPort
 from quire_cli.supervisor.hangs import HangLimits, watch
 from quire_cli.supervisor.process import RestartBackoff, ServiceRefused, ServiceSpec, SupervisedProcess
 from quire_cli.supervisor.server import report_on_stderr
+from quire_cli.supervisor.shared_listener import SharedListener
 from tests.support.processes import is_alive, until_true
 
 WAIT_FOR_SIGNAL = "import signal; signal.pause()"
@@ -42,14 +44,26 @@ sys.exit(2)
 """
 
 
+STAND_BY = """
+import os, signal, sys
+is_standby = os.environ.pop("QUIRE_STANDBY", None)
+if is_standby and not os.read(0, 1):
+    sys.exit()
+listener = "with a listener" if os.environ.get("LISTEN_PID") == str(os.getpid()) else "without a listener"
+print("up", "as a standby" if is_standby else "", listener, flush=True)
+print("up", flush=True)
+signal.pause()
+"""
+
+
 class Supervision:
     """A supervised process, and all messages about it."""
 
-    def __init__(self, code: str, report: Callable[[str], None] | None = None) -> None:
+    def __init__(self, code: str, report: Callable[[str], None] | None = None, **options: Any) -> None:
         self.reports: list[str] = []
         self.output: list[str] = []
         command = [sys.executable, "-I", "-S", "-c", code]
-        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append)
+        spec = ServiceSpec("thing", lambda: command, dict(os.environ), self.output.append, **options)
         backoff = RestartBackoff(first_s=0.01)
         self.process = SupervisedProcess(spec, report=report or self.reports.append, backoff=backoff)
         self.task = self.process.start()
@@ -65,8 +79,8 @@ class Supervision:
 async def supervise() -> AsyncIterator[Callable[[str], Supervision]]:
     supervisions: list[Supervision] = []
 
-    def start(code: str) -> Supervision:
-        supervisions.append(Supervision(code))
+    def start(code: str, **options: Any) -> Supervision:
+        supervisions.append(Supervision(code, **options))
         return supervisions[-1]
 
     yield start
@@ -94,6 +108,81 @@ async def test_a_process_that_is_ended_is_started_again(
         os.kill(pid, number)
     assert await supervision.until_up() != pid
     assert supervision.reports == [f"thing {how}; starting it again in 0.01 s"] * times
+
+
+def children() -> set[int]:
+    """The processes that this one has started, in all its threads."""
+    return {int(pid) for listed in Path("/proc/self/task").glob("*/children") for pid in listed.read_text().split()}
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby is made as soon as a process runs."""
+    monkeypatch.setattr("quire_cli.supervisor.process._STANDBY_AFTER_S", 0.01)
+
+
+async def standby_of(supervision: Supervision, others: set[int]) -> int:
+    """The pid of the standby, once it waits."""
+    pid = await supervision.until_up()
+    await until_true(lambda: len(children() - others) == 2)
+    return (children() - others - {pid}).pop()
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_standby_takes_the_place_of_a_process_that_dies_and_has_a_standby_itself(supervise) -> None:
+    others = children()
+    supervision = supervise(STAND_BY, wants_standby=lambda: True)
+    for _ in range(2):
+        standby = await standby_of(supervision, others)
+        supervision.output.clear()
+        supervision.process.kill_once()
+        assert await supervision.until_up() == standby
+        assert supervision.output[0] == "up as a standby without a listener"
+    # One that has died meanwhile is not missed.
+    os.kill(await standby_of(supervision, others), signal.SIGKILL)
+    supervision.output.clear()
+    supervision.process.kill_once()
+    assert await supervision.until_up() in children()
+    assert supervision.output[0] == "up  without a listener"
+    await standby_of(supervision, others)
+    await supervision.process.stop(30)
+    assert children() == others
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_standby_ends_with_its_supervisor_and_is_made_when_it_is_wanted(supervise) -> None:
+    others, wants = children(), asyncio.Event()
+    supervision = supervise(STAND_BY, wants_standby=wants.is_set)
+    await supervision.until_up()
+    await asyncio.sleep(0.1)
+    assert len(children() - others) == 1
+    wants.set()
+    standby = await standby_of(supervision, others)
+    supervision.process.kill()
+    await asyncio.wait_for(supervision.task, 30)
+    assert not is_alive(standby)
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_standby_whose_socket_was_given_up_does_not_serve(supervise) -> None:
+    port = ReservedPort.reserve("127.0.0.1", 0)
+    with closing(SharedListener(port.address)) as listener:
+        others = children()
+        supervision = supervise(STAND_BY, wants_standby=lambda: True, listener=listener)
+        standby = await standby_of(supervision, others)
+        # No process accepted connections: the socket is closed when this one ends, and the next one gets another.
+        supervision.output.clear()
+        supervision.process.kill_once()
+        assert await supervision.until_up() != standby
+        assert supervision.output[0] == "up  with a listener"
+        await until_true(lambda: not is_alive(standby))
+        await standby_of(supervision, others)
+        listener.begin("thing")
+        supervision.output.clear()
+        supervision.process.kill_once()
+        await supervision.until_up()
+        assert supervision.output[0] == "up as a standby with a listener"
+    port.release()
 
 
 @contextmanager
