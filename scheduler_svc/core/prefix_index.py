@@ -251,7 +251,9 @@ class PrefixIndex(BlockPool):
         if start.pool is not self or start.num_changes < self._num_forgotten:
             return False
         if start.num_changes < self.num_changes:
-            recent = set(self._changes[start.num_changes - self._num_forgotten :])
+            # Most waiting sequences have found nothing.
+            found = start.blocks or start.full or start.checkpoint
+            recent = set(self._changes[start.num_changes - self._num_forgotten :] if found else ())
             if not all(map(recent.isdisjoint, (start.blocks, start.full, start.checkpoint))):
                 return False
             start.num_changes = self.num_changes
