@@ -70,7 +70,7 @@ from tests.sim.world.http_calls import with_returns, with_several_prompts
 from tests.sim.world.knobs import CROWDS, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_need
-from tests.sim.world.world import StuckError, World
+from tests.sim.world.world import StuckError, World, new_world, without_collections
 
 _PATIENCE_S = 90.0
 """Seconds after all trouble, for the longest ping and a client's longest wait for its next call: all must be over
@@ -282,7 +282,13 @@ def run_world(
         StuckError: not everything has ended in time.
         ServiceFailedError: a process failed.
     """
-    with World(plan.seed) as world:
+    # The world is over and unreferenced when garbage is collected.
+    with without_collections():
+        return _run_world(plan, on_world, on_quiet)
+
+
+def _run_world(plan: Plan, on_world: Callable[[World], object], on_quiet: Callable[[Cluster], object]) -> Outcome:
+    with new_world(plan.seed) as world:
         on_world(world)
         clusters, charges = list[Cluster](), Charges()
         with (
