@@ -20,7 +20,7 @@ from quire.rpc.server import RpcServer
 from quire_torture.link import Link
 from tests.sim.world.network import Network
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.world import World
+from tests.sim.world.world import new_world
 
 _SERVICE = "test.Probe"
 _LIMIT_S = 30.0
@@ -662,7 +662,7 @@ async def over_grpc(setting: Setting, behaviour: Callable[[Setting], Awaitable[A
 
 
 def over_the_simulation(behaviour: Callable[[Setting], Awaitable[Any]], seed: int) -> Any:
-    with World(seed) as world:
+    with new_world(seed) as world:
         network = Network(world)
         server, client = world.node("server"), world.node("client")
         for node in (server, client):

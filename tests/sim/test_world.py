@@ -15,7 +15,7 @@ from quire.runtime import clock, entropy
 from quire.runtime.logs import configure_logging
 from tests.sim.world.network import Network, Pipe
 from tests.sim.world.transport import SimTransport
-from tests.sim.world.world import Node, StuckError, World
+from tests.sim.world.world import Node, StuckError, World, new_world
 
 _CALL = "/test.Probe/Call"
 
@@ -32,14 +32,14 @@ def run(world: World, node: Node, main: Callable[[], Awaitable[Any]], limit_s: f
 def test_a_world_leaves_the_log_of_the_tests_as_it_was() -> None:
     root = logging.getLogger()
     before = list(root.handlers), root.level
-    with World(1):
+    with new_world(1):
         configure_logging("worker", "error")
         assert (list(root.handlers), root.level) != before
     assert (list(root.handlers), root.level) == before
 
 
 def test_sleep_takes_virtual_time_by_the_clock_of_each_process() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         first, second = world.node("first"), world.node("second")
 
         async def sleep() -> tuple[float, float]:
@@ -55,7 +55,7 @@ def test_sleep_takes_virtual_time_by_the_clock_of_each_process() -> None:
 
 
 def test_a_clock_that_is_set_back_leaves_monotonic_time_alone() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         node = world.node("host")
         before, unix = node.monotonic(), node.unix_ns()
         world.set_back("host", 60)
@@ -80,7 +80,7 @@ def test_a_killed_process_runs_no_finally() -> None:
         finally:
             ran.append("main")
 
-    with World(1) as world:
+    with new_world(1) as world:
         node = world.node("host")
         node.start(main)
         world.at(1.0, node.kill)
@@ -90,7 +90,7 @@ def test_a_killed_process_runs_no_finally() -> None:
 
 
 def test_a_stopped_process_goes_on_where_it_was() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         node, seen = world.node("host"), []
 
         async def main() -> None:
@@ -106,7 +106,7 @@ def test_a_stopped_process_goes_on_where_it_was() -> None:
 
 
 def test_threads_run_in_virtual_time() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         node = world.node("host")
 
         async def main() -> tuple[str, str]:
@@ -138,7 +138,7 @@ def test_a_group_cancels_its_tasks_in_the_same_order_always() -> None:
             await asyncio.sleep(1)
             group.create_task(asyncio.to_thread(lambda: 1 // 0))
 
-    with World(1) as world:
+    with new_world(1) as world:
         with pytest.raises(ExceptionGroup):
             run(world, world.node("host"), main)
         assert ended == list(range(20))
@@ -146,7 +146,7 @@ def test_a_group_cancels_its_tasks_in_the_same_order_always() -> None:
 
 def test_random_numbers_come_from_the_seed() -> None:
     def draw(seed: int) -> list[Any]:
-        with World(seed) as world:
+        with new_world(seed) as world:
 
             async def main() -> list[Any]:
                 return [entropy.random_hex(8), entropy.random_uuid(), entropy.uniform(0, 1)]
@@ -158,7 +158,7 @@ def test_random_numbers_come_from_the_seed() -> None:
 
 
 def test_waiting_for_what_never_comes_is_found() -> None:
-    with World(1) as world, pytest.raises(StuckError, match="nothing can happen"):
+    with new_world(1) as world, pytest.raises(StuckError, match="nothing can happen"):
         run(world, world.node("host"), asyncio.Event().wait)
 
 
@@ -167,7 +167,7 @@ def test_running_without_end_is_found() -> None:
         while True:  # noqa: ASYNC110 (that is the fault)
             await asyncio.sleep(0)
 
-    with World(1) as world, pytest.raises(StuckError, match="no time passes"):
+    with new_world(1) as world, pytest.raises(StuckError, match="no time passes"):
         run(world, world.node("host"), spin)
 
 
@@ -224,7 +224,7 @@ class Pair:
 def test_the_ends_of_a_connection_learn_of_its_end(
     breaks: Callable[[Pair], None], how: str, between_s: tuple[float, float], server_learns: bool
 ) -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         pair = Pair(world)
         world.at(5, lambda: breaks(pair))
         seen, after_s = run(world, pair.client, pair.read)
@@ -236,7 +236,7 @@ def test_the_ends_of_a_connection_learn_of_its_end(
 
 
 def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         pair = Pair(world)
         world.at(19, lambda: pair.network.cut("server", "client"))
         world.at(22, lambda: pair.network.heal("server", "client"))
@@ -253,7 +253,7 @@ def test_a_way_that_is_cut_for_a_moment_loses_nothing() -> None:
 
 
 def test_messages_keep_their_order_over_a_way_that_is_cut_and_heals() -> None:
-    with World(1) as world:
+    with new_world(1) as world:
         network = Network(world)
         pipe = Pipe(network, world.node("a"), world.node("b"), "pipe")
         arrived: list[int] = []

@@ -1,9 +1,14 @@
-"""Runs worlds: `python -m tests.sim.worlds SEED COUNT` prints the digest of each."""
+"""Runs worlds: `python -m tests.sim.worlds SEED COUNT [PROCESSES]` prints the digest of each."""
 
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from operator import mul
 from random import Random
 
@@ -65,7 +70,7 @@ from tests.sim.world.http_calls import with_returns, with_several_prompts
 from tests.sim.world.knobs import CROWDS, low_limits
 from tests.sim.world.oracles import Circumstances
 from tests.sim.world.traffic import MAX_OUTPUT, TENANT, Generate, with_deadly_need
-from tests.sim.world.world import StuckError, World
+from tests.sim.world.world import StuckError, World, new_world, without_collections
 
 _PATIENCE_S = 90.0
 """Seconds after all trouble, for the longest ping and a client's longest wait for its next call: all must be over
@@ -82,6 +87,8 @@ _STEP_BYTES = 1000
 """Bytes of messages of steps that each request adds, on a connection whose small window delays each few bytes."""
 _REPORTED = 100
 """Number of worlds between two reports of progress."""
+_WORLDS_OF_CHILD = 100
+"""Number of worlds that one process runs: what worlds leave in its memory goes with it."""
 _MOVING = 0.05
 """The share of worlds in which replicas are drained and requests move between them."""
 _ON_DISK = 0.05
@@ -275,7 +282,13 @@ def run_world(
         StuckError: not everything has ended in time.
         ServiceFailedError: a process failed.
     """
-    with World(plan.seed) as world:
+    # The world is over and unreferenced when garbage is collected.
+    with without_collections():
+        return _run_world(plan, on_world, on_quiet)
+
+
+def _run_world(plan: Plan, on_world: Callable[[World], object], on_quiet: Callable[[Cluster], object]) -> Outcome:
+    with new_world(plan.seed) as world:
         on_world(world)
         clusters, charges = list[Cluster](), Charges()
         with (
@@ -373,28 +386,87 @@ def _limit_s(plan: Plan) -> float:
     return last_s + trouble_s + deadly_s + reading_s + steps_s + _PATIENCE_S + is_limited * _QUOTA_S
 
 
-def main(first: int, count: int) -> int:
-    """Prints a line for each world, and the speed to stderr. Returns 1 if a world has failed."""
-    started, num_events, seconds, failed = time.process_time(), 0, 0.0, list[int]()
-    for number, seed in enumerate(range(first, first + count), start=1):
-        try:
-            outcome = run_world(draw_plan(seed))
-        except Exception as error:
-            failed.append(seed)
-            print(seed, "fails:", type(error.__cause__ or error).__name__, str(error).replace("\n", " "), flush=True)
-        else:
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A world that ran: its outcome, or why it failed, and its seconds of processor time."""
+
+    outcome: Outcome | str
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A forked process that runs worlds and sends what they were."""
+
+    seeds: range
+    process: ForkProcess
+    results: Connection
+
+
+def main(first: int, count: int, num_processes: int = 1) -> int:
+    """Prints a line for each world, in the order of their seeds, and the speed to stderr. Returns 1 if a world has
+    failed."""
+    num_events, seconds, used, failed = 0, 0.0, 0.0, list[int]()
+    for number, (seed, ran) in enumerate(_run_worlds(range(first, first + count), num_processes), start=1):
+        used, outcome = used + ran.cpu_s, ran.outcome
+        if isinstance(outcome, Outcome):
             num_events, seconds = num_events + outcome.num_events, seconds + outcome.seconds
             print(seed, outcome.digest, outcome.num_events, f"{outcome.seconds:.3f}", *outcome.errors, flush=True)
+        else:
+            failed.append(seed)
+            print(seed, "fails:", outcome, flush=True)
         if number % _REPORTED == 0 or number == count:
-            used = time.process_time() - started
             print(
                 f"{number} worlds, {num_events} events, {seconds:.0f} virtual s: {used:.1f} s of CPU, "
-                f"{num_events / used:.0f} events a second; {len(failed)} failed: {failed}",
+                f"{num_events / (used or 1.0):.0f} events a second; {len(failed)} failed: {failed}",
                 file=sys.stderr,
                 flush=True,
             )
     return 1 if failed else 0
 
 
+def _run_worlds(seeds: range, num_processes: int) -> Iterator[tuple[int, _Ran]]:
+    """Runs worlds in forked processes, each of which ends after some worlds. One that dies fails only its world."""
+    parts = (seeds[first : first + _WORLDS_OF_CHILD] for first in range(0, len(seeds), _WORLDS_OF_CHILD))
+    children = deque(map(_start, islice(parts, num_processes)))
+    while children:
+        child = children.popleft()
+        for number, seed in enumerate(child.seeds, start=1):
+            try:
+                yield seed, child.results.recv()
+            except EOFError:
+                child.process.join()
+                yield seed, _Ran(f"its process ended with {child.process.exitcode}", 0.0)
+                if number < len(child.seeds):
+                    children.appendleft(_start(child.seeds[number:]))
+                break
+        else:
+            child.process.join()
+            child.results.close()
+        children.extend(map(_start, islice(parts, num_processes - len(children))))
+
+
+def _start(seeds: range) -> _Child:
+    fork = get_context("fork")
+    results, sender = fork.Pipe(duplex=False)
+    process = fork.Process(target=_send_results, args=(seeds, sender))
+    process.start()
+    sender.close()
+    return _Child(seeds, process, results)
+
+
+def _send_results(seeds: range, sender: Connection) -> None:
+    for seed in seeds:
+        started, outcome = time.process_time(), _outcome(seed)
+        sender.send(_Ran(outcome, time.process_time() - started))
+
+
+def _outcome(seed: int) -> Outcome | str:
+    try:
+        return run_world(draw_plan(seed))
+    except Exception as error:
+        return f"{type(error.__cause__ or error).__name__} {error}".replace("\n", " ")
+
+
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:])))

@@ -165,7 +165,7 @@ class Node:
 
 
 class World:
-    """The whole simulation. Use it as a context manager: `with World(seed) as world`.
+    """The whole simulation. `with new_world(seed) as world` makes one.
 
     Attributes:
         now: Seconds since its beginning.
@@ -198,33 +198,15 @@ class World:
         self._noted_at, self._when = self.now, repr(self.now)
         self._kept: list[Any] = []
 
-    def __enter__(self) -> "World":
-        # Collections would run finalizers at moments that depend on what the process did before.
-        self._collected = gc.isenabled()
-        gc.disable()
-        # Objects that exist already need not be visited at the end.
-        gc.freeze()
-        # Services configure the log of their process, which here is that of the tests.
-        root = logging.getLogger()
-        self._log_handlers, self._log_level = list(root.handlers), root.level
-        root.setLevel(logging.ERROR)
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Closes the coroutines of all processes. Their `finally` blocks have no effect on any process."""
         self._kept.extend(node.loop.cut() for node in self._live)
-        # Suspended coroutines are closed now. Their `finally` blocks have no effect on any process.
         with _silent_finalizers():
             for thing in itertools.chain.from_iterable(self._kept):
                 if isinstance(thing, asyncio.Task):
                     _close(thing)
             self._kept.clear()
             self._events.clear()
-            if self._collected:
-                gc.enable()
-            gc.collect()
-        root = logging.getLogger()
-        root.handlers[:] = self._log_handlers
-        root.setLevel(self._log_level)
 
     def generator(self, name: str) -> random.Random:
         """A separate generator for something with a name. Its draws do not depend on other draws, so that a world
@@ -329,6 +311,48 @@ class World:
                 num_turns = 0
             self.now = when
             action()
+
+
+@contextmanager
+def new_world(seed: int) -> Iterator[World]:
+    """A new world; nothing of it goes on after the block."""
+    with without_collections():
+        # Services configure the log of their process, which here is that of the tests.
+        root = logging.getLogger()
+        log_handlers, log_level = list(root.handlers), root.level
+        root.setLevel(logging.ERROR)
+        world = World(seed)
+        try:
+            yield world
+        finally:
+            world.close()
+            root.handlers[:] = log_handlers
+            root.setLevel(log_level)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """While the block runs, no garbage is collected, since finalizers would run at moments that depend on what the
+    process did before. Afterwards worlds are freed that nothing references any more."""
+    if not gc.isenabled():
+        yield
+        return
+    _collect()
+    gc.disable()
+    # Objects that exist already need not be visited again. A world among them would stay for ever.
+    gc.freeze()
+    try:
+        yield
+    finally:
+        _collect()
+        gc.enable()
+
+
+def _collect() -> None:
+    with _silent_finalizers():
+        # Finalizers of coroutines revive their world once.
+        while gc.collect():
+            pass
 
 
 def _close(task: asyncio.Task[Any]) -> None:
