@@ -8,6 +8,7 @@ from quire.model_files.gguf_header import GgufFields, GgufHeader
 _POOLING = "pooling_type"
 _MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
 _RANK = 4
+_HEAD = ("cls.weight", "cls.output.weight")
 _TYPES, _PLACES = "token_types.weight", "position_embd.weight"
 _DENSE = ("dense_2.weight", "dense_3.weight")
 
@@ -23,14 +24,16 @@ def pooling_of(header: GgufHeader) -> str:
 
 
 def ranks(header: GgufHeader) -> bool:
-    """Whether the model scores pairs of texts. Raises ConfigurationError for one whose scores are not read."""
+    """Whether the model scores pairs of texts, as one with a head does if no kind of pooling is given. Raises
+    ConfigurationError for one whose scores are not read."""
     fields = GgufFields(header)
-    if fields.own(_POOLING, int, "a whole number", 1) != _RANK:
+    without = _RANK if _HEAD[-1] in header.tensors else 1
+    if fields.own(_POOLING, int, "a whole number", without) != _RANK:
         return False
-    if fields.architecture != "bert" or "cls.output.weight" not in header.tensors:
+    if fields.architecture != "bert" or not header.tensors.keys() >= set(_HEAD):
         raise fields.error(
-            f"it ranks documents ({_POOLING} is {_RANK}), which GGUF files of bert with the tensors cls and cls.output "
-            "can; use the directory that it was made of"
+            f"it ranks documents, which GGUF files of bert with the tensors {' and '.join(_HEAD)} can, as llama.cpp "
+            "writes them of RoBERTa and XLM-RoBERTa; use the directory that it was made of"
         )
     return True
 

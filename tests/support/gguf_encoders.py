@@ -21,10 +21,11 @@ ARCHITECTURES = {
 def write_encoder_gguf(
     file: Path,
     directory: Path,
-    pooling: gguf.PoolingType = gguf.PoolingType.MEAN,
+    pooling: gguf.PoolingType | None = gguf.PoolingType.MEAN,
     quantization: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
 ) -> Path:
-    """Writes the encoder of a directory, its head if it ranks, and its linear layers; returns `file`."""
+    """Writes the encoder of a directory, its head if it ranks, and its linear layers; returns `file`. `pooling` None is
+    for rerankers, where llama.cpp's converter writes no field."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -35,7 +36,8 @@ def write_encoder_gguf(
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_causal_attention(False)
-    writer.add_pooling_type(pooling)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
     first_position = config["pad_token_id"] + 1 if config["model_type"] == "roberta" else 0
     writer.add_context_length(config["max_position_embeddings"] - first_position)
     if "rms_norm_eps" in config:
@@ -77,8 +79,10 @@ def write_encoder_gguf(
 def _tensors(directory: Path, model_type: str) -> Any:
     for name, data in load_file(directory / "model.safetensors").items():
         # The converter leaves out what no vector needs.
+        name = name.removeprefix(f"{model_type}.")
         if not name.startswith(("pooler.", "cls.")):
-            yield name.removeprefix(f"{model_type}."), data.float().numpy()
+            is_head = name in ("classifier.weight", "classifier.bias")
+            yield name.replace("classifier", "classifier.out_proj") if is_head else name, data.float().numpy()
     for number, folder in enumerate(sorted(directory.glob("*_Dense")), 2):
         yield f"dense_{number}_out.weight", load_file(folder / "model.safetensors")["linear.weight"].numpy()
 

@@ -56,9 +56,10 @@ def test_coded_weights_give_the_vectors_of_what_they_stand_for(family: str, kind
     assert not torch.equal(coded, exact)
 
 
-def test_scores_are_those_of_the_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pooling", [gguf.PoolingType.RANK, None])
+def test_scores_are_those_of_the_directory(tmp_path: Path, pooling: gguf.PoolingType | None) -> None:
     directory = make_ranking_model(tmp_path / "model", "roberta")
-    file = write_encoder_gguf(tmp_path / "model.gguf", directory, gguf.PoolingType.RANK)
+    file = write_encoder_gguf(tmp_path / "model.gguf", directory, pooling)
     truth = CrossEncoder(str(directory), device="cpu").predict(PAIRS, convert_to_tensor=True)
     torch.testing.assert_close(scores_of(file), truth, rtol=1e-4, atol=1e-5)
 
@@ -91,5 +92,10 @@ def test_a_kind_of_pooling_that_is_not_supported_is_refused_by_name(tmp_path: Pa
     with pytest.raises(ConfigurationError, match=r"bert\.pooling_type is 0; supported are 1 \(mean\), 2 \(cls\)"):
         EmbeddingFiles.of(ModelDirectory.open(file))
     write_encoder_gguf(file, directory, gguf.PoolingType.RANK)
-    with pytest.raises(ConfigurationError, match=r"it ranks documents .* use the directory that it was made of"):
+    without_head = r"it ranks documents, .* cls\.weight .* use the directory that it was made of"
+    with pytest.raises(ConfigurationError, match=without_head):
+        ModelDirectory.open(file)
+    # Where the model has BERT's pooler, the converter leaves it out.
+    write_encoder_gguf(file, make_ranking_model(tmp_path / "ranks"), None)
+    with pytest.raises(ConfigurationError, match=without_head):
         ModelDirectory.open(file)
