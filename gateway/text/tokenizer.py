@@ -3,6 +3,7 @@
 import codecs
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from gateway.types import TokenIds
 from quire.constraints.tokens import byte_level_alphabet
 from quire.model_files.embedding_files import lowers_texts
 from quire.model_files.model_directory import ModelDirectory
+from quire.rpc.errors import InvalidArgument
 from quire.runtime.settings import ConfigurationError
 
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
@@ -109,21 +111,28 @@ class Tokenizer:
         return cls(tokenizer, executor, directory.tokenizer_config)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`, optionally with the special tokens of the tokenizer's post-processor."""
+        """Token ids of `text`, optionally with the special tokens of the tokenizer's post-processor.
+
+        Raises:
+            InvalidArgument: the vocabulary has no tokens for a part of the text, and none for unknown text.
+        """
         if len(text) <= _INLINE_LENGTH:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            with _encoding():
+                return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         size = len(text)
         return await self._executor.run(current_tenant(), size, self._encode_long, text, add_special_tokens)
 
     def encode_now(self, text: str) -> list[int]:
-        """Token ids of a short text, without special tokens around it."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Token ids of a short text, without special tokens around it. Raises as `encode`."""
+        with _encoding():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     async def encode_pair(self, text: str, second: str) -> list[int]:
-        """Token ids of two texts with the special tokens around them and between them."""
+        """Token ids of two texts with the special tokens around them and between them. Raises as `encode`."""
         size = len(text) + len(second)
         if size <= _INLINE_LENGTH:
-            return self._tokenizer.encode(text, second).ids
+            with _encoding():
+                return self._tokenizer.encode(text, second).ids
         return await self._executor.run(current_tenant(), size, self._encode_long_pair, text, second)
 
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
@@ -225,10 +234,21 @@ class Tokenizer:
         return cleaned_up(text) if self._cleans_up else text
 
     def _encode_long_pair(self, text: str, second: str) -> list[int]:
-        return self._tokenizer.encode_batch_fast([(text, second)])[0].ids
+        with _encoding():
+            return self._tokenizer.encode_batch_fast([(text, second)])[0].ids
 
     def _encode_long(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        with _encoding():
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Converts the errors of the library while it encodes a text."""
+    try:
+        yield
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidArgument(f"the model's tokenizer cannot encode this text: {error}") from error
 
 
 class TokenTexts:

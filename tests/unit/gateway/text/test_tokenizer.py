@@ -16,6 +16,7 @@ from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatMessage, ChatPrompt
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, Tool, ToolChoice
+from quire.rpc.errors import InvalidArgument
 from quire.runtime.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
 
@@ -216,6 +217,16 @@ def test_a_token_id_beyond_all_vocabularies_takes_no_memory() -> None:
     tokenizer = tokenizers.Tokenizer(models.BPE({"a": 0, "b": (1 << 32) - 1}, []))
     with pytest.raises(ConfigurationError, match="the tokenizer has the token id 4294967295; at most 4194303 are"):
         Tokenizer(tokenizer, FairExecutor(1))
+
+
+@pytest.mark.parametrize("repeats", [1, 2000])
+async def test_a_text_that_a_vocabulary_without_an_unknown_token_cannot_spell_is_the_callers_error(repeats):
+    tokenizer = wrapped(tokenizers.Tokenizer(models.WordPiece({"the": 0, "##s": 1}, unk_token="[UNK]")))
+    assert await tokenizer.encode("thes", add_special_tokens=False) == [0, 1]
+    with pytest.raises(InvalidArgument, match=r"tokenizer cannot encode this text: .* Missing \[UNK\] token"):
+        await tokenizer.encode("cat" * repeats, add_special_tokens=False)
+    with pytest.raises(InvalidArgument, match="tokenizer cannot encode this text"):
+        await tokenizer.encode_pair("the" * repeats, "cat" * repeats)
 
 
 async def test_truncation_of_the_tokenizer_file_is_not_applied():
