@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from bench.rule_source import Drive, RuleSource
+from bench.rule_source import RuleSource
 from bench.soak_mix import prefixes, requests, tenant
 from scheduler_svc.core import invariants
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.request import QueueFullError, RefusedError, Request
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import StepResult
 
 
 def resident_bytes() -> int:
@@ -72,7 +73,8 @@ class SoakRun:
         self._num_requests = num_requests
         self._seed = seed
         self._rng = random.Random(seed + 1)
-        self._drive = Drive(self.scheduler, RuleSource(config.max_num_seqs, _FAIL_EVERY), clock=self._now)
+        self._source = RuleSource(config.max_num_seqs, _FAIL_EVERY)
+        self._in_flight: deque[StepResult] = deque()
         self._prefixes = prefixes(seed)
         self._recent: deque[Request] = deque(maxlen=128)
         self._pins: deque[tuple[str, str]] = deque(maxlen=32)
@@ -121,14 +123,18 @@ class SoakRun:
                 return
 
     def _step(self) -> bool:
-        """Plans a step, or applies a result if none can be planned. Returns whether anything was left to do."""
-        if self._drive.plan() is not None:
+        """Plans a step, or applies the oldest result if two steps are in flight or nothing can be computed. Returns
+        whether anything was left to do."""
+        plan = self.scheduler.schedule(self._now()) if len(self._in_flight) < 2 else None
+        if plan is not None:
+            self._in_flight.append(self._source(plan))
             if self.scheduler.num_steps % _LOSE_WORKER_EVERY == 0:
-                self._drive.lose_worker()
-            return True
-        if self._drive.is_idle:
+                self._in_flight.clear()
+                self.scheduler.void_in_flight(self._now())
+        elif self._in_flight:
+            self.scheduler.apply(self._in_flight.popleft(), self._now())
+        else:
             return False
-        self._drive.deliver()
         return True
 
     def _disturb(self) -> None:
