@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from bench.attention_problems import Heads
 from bench.in_process import InProcessEngine
-from bench.kernels import Contestants, Heads, make_decode, measure
+from bench.kernels import Contestants, make_decode, measure
 from bench.models import write_model
 from bench.report import Series, write_results
 from kernels import ops

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_problems import Heads, expected_attention, make_problem
+from bench.attention_problems import Heads, expected_attention, make_problem
 from kernels import cuda, reference
 from kernels.cuda import coded, fp8
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch.nn import functional
 
+from bench.attention_problems import Heads, make_problem
 from bench.gpu_checks import make_weights
-from bench.gpu_problems import Heads, make_problem
 from bench.gpu_timing import graph_seconds, seconds
 from kernels import cuda
 from kernels.cuda import coded

@@ -73,25 +73,34 @@ async def _send(target: Target, path: str, value: object) -> str:
     return await _exchange(target, _post(path, json.dumps(value).encode()))
 
 
+async def _outcome(call: Awaitable[object]) -> str:
+    """The status of a call of Quire's client, or what happened instead."""
+    try:
+        async with asyncio.timeout(_LONG_S):
+            await call
+    except QuireError as error:
+        return f"{error.code.name} {error.reason}"
+    except TimeoutError:
+        return f"nothing for {_LONG_S:.0f} s"
+    return "answered"
+
+
+def _long_stops(rng: random.Random) -> list[str]:
+    """Stop strings of 1,000 characters."""
+    return ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
+
+
 async def wide_completion(target: Target, rng: random.Random) -> str:
     """1,024 prompts of 128 samples with stop strings of 1,000 characters: 131,072 sequences in 20 kB."""
-    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
-    return await _send(target, "/v1/completions", {"prompt": ["a"] * 1024, "n": 128, "stop": stop, "max_tokens": 16})
+    call = {"prompt": ["a"] * 1024, "n": 128, "stop": _long_stops(rng), "max_tokens": 16}
+    return await _send(target, "/v1/completions", call)
 
 
 async def many_samples_over_grpc(target: Target, rng: random.Random) -> str:
     """128 samples with stop strings of 1,000 characters."""
-    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
+    options = GenerationOptions(n=128, stop=_long_stops(rng), max_tokens=16, temperature=1.0)
     async with AsyncClient(target.grpc) as client:
-        options = GenerationOptions(n=128, stop=stop, max_tokens=16, temperature=1.0)
-        try:
-            async with asyncio.timeout(_LONG_S):
-                await client.generate("Once", options)
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
-    return "answered"
+        return await _outcome(client.generate("Once", options))
 
 
 async def half_a_body(target: Target, rng: random.Random) -> str:
@@ -197,14 +206,7 @@ async def exploding_constraint(target: Target, rng: random.Random) -> str:
         )
     )
     async with AsyncClient(target.grpc) as client:
-        try:
-            async with asyncio.timeout(_LONG_S):
-                await client.generate("Once", GenerationOptions(constraint=constraint, max_tokens=4))
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
-    return "answered"
+        return await _outcome(client.generate("Once", GenerationOptions(constraint=constraint, max_tokens=4)))
 
 
 async def many_empty_entries(target: Target, rng: random.Random) -> str:
@@ -257,18 +259,18 @@ async def many_resumptions(target: Target, rng: random.Random) -> str:
     """Fifty calls at once that resume one durable stream of eight samples."""
     request_id = f"storm-{rng.randrange(1 << 60)}"
     options = GenerationOptions(n=8, max_tokens=900, ignore_eos=True)
-    async with AsyncClient(target.grpc) as client:
-        try:
-            async with (
-                asyncio.timeout(_LONG_S),
-                client.generate_stream("Once", options, request_id=request_id, durable=True) as stream,
-            ):
-                async for _ in stream:
-                    break
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
+
+    async def begin() -> None:
+        async with (
+            AsyncClient(target.grpc) as client,
+            client.generate_stream("Once", options, request_id=request_id, durable=True) as stream,
+        ):
+            async for _ in stream:
+                break
+
+    begun = await _outcome(begin())
+    if begun != "answered":
+        return begun
     resume = ResumeStreamRequest(request_id=request_id).SerializeToString()
     method = "/quire.gateway.v1.GenerationService/ResumeStream"
     answers = await asyncio.gather(*(_call(target, method, resume) for _ in range(50)))
