@@ -101,6 +101,5 @@ def prefill(arguments: argparse.Namespace) -> Series:
 def _series(name: str, contestants: Contestants, runs: int) -> list[Series]:
     seconds = measure(contestants, runs)
     series = [Series(f"{name}, {way}", "ms", tuple(each * 1e3 for each in times)) for way, times in seconds.items()]
-    for each in series:
-        print(each, flush=True)
+    print(*series, sep="\n", flush=True)
     return series

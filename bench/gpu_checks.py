@@ -30,6 +30,10 @@ class Check:
         # Not `not >`: NaN never passes.
         return self.error <= self.limit
 
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "WRONG"
+        return f"{self.name:<28} {self.dtype:<9} error {self.error:9.2e} of {self.limit:.1e}  {verdict}"
+
 
 def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Iterator[Check]]]:
     """Groups of checks by name; a group runs when it is iterated over."""

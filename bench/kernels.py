@@ -9,6 +9,7 @@ so that caches help neither more than the other.
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
@@ -16,12 +17,13 @@ import torch
 from torch.nn import functional
 
 from bench.attention_problems import AttentionProblem, Heads, make_problem
-from bench.kernel_products import Layer, make_products, products_of
+from bench.models import SHAPES
 from bench.report import Series, write_results
 from kernels import reference
 from kernels.backends import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
+from kernels.packed_weight import Quantization
 from kernels.reference import ScoreRule
 
 _BLOCK_SIZE = 16
@@ -114,7 +116,7 @@ def _prefill(kernels: Implementation, heads: Heads, tokens: int, runs: int) -> l
     return _report(f"prefill, {heads}, {tokens} tokens", contestants, runs)
 
 
-def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[Series]:
+def _product(kernels: CpuKernels, layer: "Layer", tokens: int, runs: int) -> list[Series]:
     """Milliseconds of one product, and gigabytes a second of a plain sum."""
     count, contestants = make_products(kernels, layer, tokens)
     numbers = torch.ones(_MEGABYTES * 2**18)
@@ -125,6 +127,53 @@ def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[
     read = layer.out_features * layer.in_features * 2 / 1e6 / series[0].median
     print(f"{'':<46} the kernels read {read:.1f} GB/s, a sum {rates.median:.1f}", flush=True)
     return [*series, rates]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One product of a layer, by its sizes, and how many of it a model has."""
+
+    name: str
+    out_features: int
+    in_features: int
+    count: int
+
+
+def products_of(shape: str) -> tuple[Layer, ...]:
+    """All products of a forward pass of a shape that is built as LLaMA."""
+    config = SHAPES[shape]
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    layers, kv_heads = config["num_hidden_layers"], config.get("num_key_value_heads", heads)
+    return (
+        Layer("query, key, value", hidden // heads * (heads + 2 * kv_heads), hidden, layers),
+        Layer("attention output", hidden, hidden, layers),
+        Layer("gate and up", 2 * inner, hidden, layers),
+        Layer("down", hidden, inner, layers),
+        Layer("head", config["vocab_size"], hidden, 1),
+    )
+
+
+def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, Contestants]:
+    """The number of products of a call, and the contestants' calls: our kernel, plain torch, and oneDNN with packed
+    weights if the processor has the instructions for it.
+
+    With few tokens a call runs over weights of 256 MB in all, so that they come from memory as in a step; with many
+    tokens it runs over a part of them.
+    """
+    of_one = layer.out_features * layer.in_features * 2
+    count = max(1, _MEGABYTES * 2**20 // of_one * 64 // max(tokens, 64) // (1 if tokens <= 64 else 4))
+    weights = [torch.randn(layer.out_features, layer.in_features).bfloat16() for _ in range(count)]
+    ours = [kernels.pack_weight(weight, False, Quantization.NONE) for weight in weights]
+    x = torch.randn(tokens, layer.in_features).bfloat16()
+    contestants: Contestants = {
+        "kernels": lambda: [kernels.product(x, weight, None, "identity", torch.bfloat16) for weight in ours],
+        "plain torch": lambda: [functional.linear(x, weight) for weight in weights],
+    }
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+        one_dnn = torch.ops.mkldnn._linear_pointwise.default
+        contestants["oneDNN"] = lambda: [one_dnn(x, weight, None, "none", [], "") for weight in packed]
+    return count, contestants
 
 
 def _pointwise(kernels: Implementation, runs: int) -> list[Series]:

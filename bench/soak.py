@@ -10,8 +10,7 @@ import sys
 from dataclasses import asdict
 
 from bench.report import Series, write_results
-from bench.soak_mix import SHARES
-from bench.soak_run import Mark, SoakRun
+from bench.soak_run import SHARES, Mark, SoakRun
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 
 _WARM_UP = 0.1
