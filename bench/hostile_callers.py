@@ -98,49 +98,6 @@ async def many_samples_over_grpc(target: Target, rng: random.Random) -> str:
         return await _outcome(client.generate("Once", options))
 
 
-async def half_a_body(target: Target, rng: random.Random) -> str:
-    """A request whose body never ends; the answer is read."""
-    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + b"x" * rng.randrange(2)
-    return await _exchange(target, head, held_s=_HELD_S)
-
-
-async def half_a_post(target: Target, rng: random.Random) -> str:
-    """A body with four megabytes announced and one sent."""
-    return await _exchange(target, _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S)
-
-
-async def half_a_head(target: Target, rng: random.Random) -> str:
-    """Headers that never end."""
-    return await _exchange(target, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-", held_s=_HELD_S)
-
-
-async def long_text(target: Target, rng: random.Random) -> str:
-    """Three megabytes of text to tokenize."""
-    path = rng.choice(["/tokenize", "/v1/completions"])
-    return await _exchange(target, _json(path, {"prompt": "lorem ipsum " * 250_000}))
-
-
-async def nonsense(target: Target, rng: random.Random) -> str:
-    """Bytes that are no HTTP: a TLS handshake, noise, deep JSON."""
-    return await _exchange(
-        target,
-        rng.choice(
-            [
-                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
-                rng.randbytes(2000),
-                _post("/v1/completions", b"[" * 100_000),
-                _post("/v1/completions", b'{"prompt": ' + b"1" * 100_000 + b"}"),
-            ]
-        ),
-        held_s=_HELD_S,
-    )
-
-
-async def unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream that its caller does not read."""
-    return await _exchange(target, _json("/v1/completions", _STREAM), held_s=_HELD_S, reads=False)
-
-
 async def left_stream(target: Target, rng: random.Random) -> str:
     """A stream whose caller leaves after the first line."""
     try:
@@ -191,25 +148,6 @@ async def many_empty_entries(target: Target, rng: random.Random) -> str:
         )
     )
     return await _call(target, method, bytes((field << 3 | 2, 0)) * ((2 << 20) - 64))
-
-
-async def many_numbers(target: Target, rng: random.Random) -> str:
-    """Two million numbers where a few texts, or an object of a template's arguments, are expected."""
-    numbers = b"[" + b"1," * (2_000_000) + b"1]"
-    messages = b'"messages": [{"role": "user", "content": "hi"}]'
-    path, field = rng.choice(
-        (
-            ("/v1/messages", b'"max_tokens": 1, "system": '),
-            ("/v1/messages/count_tokens", b'"system": '),
-            ("/v1/chat/completions", b'"tools": '),
-        )
-    )
-    return await _exchange(target, _post(path, b"{" + messages + b", " + field + numbers + b"}"))
-
-
-async def wide_unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream of 128 samples that its caller does not read."""
-    return await _exchange(target, _json("/v1/completions", _STREAM | {"n": 128}), held_s=_HELD_S, reads=False)
 
 
 async def many_resumptions(target: Target, rng: random.Random) -> str:
@@ -342,52 +280,86 @@ async def odd_texts_over_grpc(target: Target, rng: random.Random) -> str:
 Kind = Callable[[Target, random.Random], Awaitable[str]]
 
 
-def _call_of(path: str, make: Callable[[random.Random], object]) -> Kind:
+def _sends(make: Callable[[random.Random], bytes], *, held_s: float = _LONG_S, reads: bool = True) -> Kind:
+    """Sends bytes as `_exchange` does."""
+    return lambda target, rng: _exchange(target, make(rng), held_s=held_s, reads=reads)
+
+
+def _calls(path: str, make: Callable[[random.Random], object]) -> Kind:
     """Sends one JSON value and reads the answer."""
-    return lambda target, rng: _exchange(target, _json(path, make(rng)))
+    return _sends(lambda rng: _json(path, make(rng)))
+
+
+def _nonsense(rng: random.Random) -> bytes:
+    kinds = (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+        rng.randbytes(2000),
+        _post("/v1/completions", b"[" * 100_000),
+        _post("/v1/completions", b'{"prompt": ' + b"1" * 100_000 + b"}"),
+    )
+    return rng.choice(kinds)
+
+
+def _many_numbers(rng: random.Random) -> bytes:
+    paths = {"/v1/messages": "system", "/v1/messages/count_tokens": "system", "/v1/chat/completions": "tools"}
+    path = rng.choice(sorted(paths))
+    body = json.dumps({**_CHAT, paths[path]: [1] * 2_000_000}, separators=(",", ":"))
+    return _post(path, body.encode())
 
 
 _SAMPLES = {"max_tokens": 100, "logprobs": 20, "temperature": 1.0}
 _CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 KINDS: Mapping[str, Kind] = {
     # 1,024 prompts of 128 samples with stop strings of 1,000 characters: 131,072 sequences in 20 kB.
-    "wide_completion": _call_of(
+    "wide_completion": _calls(
         "/v1/completions", lambda rng: {"prompt": ["a"] * 1024, "n": 128, "stop": _long_stops(rng), "max_tokens": 16}
     ),
     # 64 prompts of 128 samples of 400 tokens with 20 log probabilities each, not streamed.
-    "many_logprobs": _call_of(
+    "many_logprobs": _calls(
         "/v1/completions",
         lambda _: _SAMPLES | {"prompt": ["Once upon a time"] * 64, "n": 128, "max_tokens": 400, "ignore_eos": True},
     ),
     # A large request that may be accepted: 16 samples of 100 tokens with 20 log probabilities each.
-    "some_logprobs": _call_of("/v1/completions", lambda _: _SAMPLES | {"prompt": "Once upon a time", "n": 16}),
+    "some_logprobs": _calls("/v1/completions", lambda _: _SAMPLES | {"prompt": "Once upon a time", "n": 16}),
     # A million token ids to detokenize.
-    "many_ids": _call_of("/detokenize", lambda rng: {"tokens": [rng.randrange(256)] * 1_000_000}),
+    "many_ids": _calls("/detokenize", lambda rng: {"tokens": [rng.randrange(256)] * 1_000_000}),
     # A conversation of 20,000 messages.
-    "many_messages": _call_of("/v1/chat/completions", lambda _: {"messages": _CHAT["messages"] * 20_000}),
+    "many_messages": _calls("/v1/chat/completions", lambda _: {"messages": _CHAT["messages"] * 20_000}),
     # The maximum number of arguments for the chat template, and many more.
-    "many_arguments": _call_of(
+    "many_arguments": _calls(
         "/v1/chat/completions",
         lambda rng: _CHAT | {"chat_template_kwargs": {"enable_thinking": [1] * rng.choice((4_000, 1_000_000))}},
     ),
     # The maximum number of choices of a constraint.
-    "many_choices": _call_of(
+    "many_choices": _calls(
         "/v1/completions",
         lambda rng: {"prompt": "Once", "guided_choice": [f"{rng.randrange(1000)} {each}" for each in range(99_000)]},
     ),
+    # Two million numbers where a few texts, or tools, are expected.
+    "many_numbers": _sends(_many_numbers),
+    # Three megabytes of text to tokenize.
+    "long_text": _sends(
+        lambda rng: _json(rng.choice(["/tokenize", "/v1/completions"]), {"prompt": "lorem ipsum " * 250_000})
+    ),
+    # A request whose body never ends; the answer is read.
+    "half_a_body": _sends(
+        lambda rng: b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + b"x" * rng.randrange(2),
+        held_s=_HELD_S,
+    ),
+    # A body with four megabytes announced and one sent.
+    "half_a_post": _sends(lambda _: _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S),
+    # Headers that never end.
+    "half_a_head": _sends(lambda _: b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-", held_s=_HELD_S),
+    # Bytes that are no HTTP: a TLS handshake, noise, deep JSON.
+    "nonsense": _sends(_nonsense, held_s=_HELD_S),
+    # A stream, and a stream of 128 samples, that their callers do not read.
+    "unread_stream": _sends(lambda _: _json("/v1/completions", _STREAM), held_s=_HELD_S, reads=False),
+    "wide_unread_stream": _sends(lambda _: _json("/v1/completions", _STREAM | {"n": 128}), held_s=_HELD_S, reads=False),
     "many_samples_over_grpc": many_samples_over_grpc,
-    "half_a_body": half_a_body,
-    "half_a_post": half_a_post,
-    "half_a_head": half_a_head,
-    "long_text": long_text,
-    "nonsense": nonsense,
-    "unread_stream": unread_stream,
     "left_stream": left_stream,
     "come_and_go": come_and_go,
     "exploding_constraint": exploding_constraint,
     "many_empty_entries": many_empty_entries,
-    "many_numbers": many_numbers,
-    "wide_unread_stream": wide_unread_stream,
     "many_resumptions": many_resumptions,
     "many_watches": many_watches,
     "flood_of_frames": flood_of_frames,

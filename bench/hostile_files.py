@@ -71,27 +71,9 @@ _FORMATS = (
     ("mixtral", "Q8_0"),
     ("llama", "F16"),
 )
-_NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    255,
-    256,
-    257,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 62) + 5,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
-)
+_LIMITS = [1 << bits for bits in (3, 8, 16, 31, 32, 40, 62, 63)]
+_NUMBERS = (0, 1, 2, 3, *(limit + more for limit in _LIMITS for more in (-1, 0, 1)), (1 << 64) - 1)
+"""Numbers at the limits of integers and of sizes."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _NAN_16 = (b"\xff\x7f", b"\x00\x7e", b"\x00\x7c", b"\x00\xfc", b"\xff\xff")
