@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
+from bench.serving import post_request
 from quire.client import GenerationOptions
 from quire.client.client_messages import to_generate_request
 from quire.gateway.v1 import generation_pb2
@@ -116,6 +117,4 @@ def _http_request(address: str, num_tokens: int) -> bytes:
         "ignore_eos": True,
         "stream": True,
     }
-    body = json.dumps(fields)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    return post_request(address, "/v1/chat/completions", fields)

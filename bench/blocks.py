@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
+from bench.attention_problems import Heads
 from bench.in_process import InProcessEngine
-from bench.kernels import Contestants, Heads, make_decode, measure
+from bench.kernels import Contestants, make_decode, measure
 from bench.models import write_model
 from bench.report import Series, write_results
 from kernels import ops
@@ -100,6 +101,5 @@ def prefill(arguments: argparse.Namespace) -> Series:
 def _series(name: str, contestants: Contestants, runs: int) -> list[Series]:
     seconds = measure(contestants, runs)
     series = [Series(f"{name}, {way}", "ms", tuple(each * 1e3 for each in times)) for way, times in seconds.items()]
-    for each in series:
-        print(each, flush=True)
+    print(*series, sep="\n", flush=True)
     return series

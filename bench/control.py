@@ -20,6 +20,7 @@ from quire.rpc.channel import open_channel
 from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs
+from quire_torture.processes import stat_of
 
 _SETTLE_S = 2.0
 _PROCESSES = ("worker", "scheduler", "gateway")
@@ -134,12 +135,8 @@ async def _count(server: LocalServer, clients: Audience, arguments: argparse.Nam
 
 def _used(server: LocalServer) -> dict[str, float]:
     """Processor time of each process so far, in seconds."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    used = {}
-    for name in _PROCESSES:
-        fields_of_stat = Path(f"/proc/{server.process(name).pid}/stat").read_text().rpartition(")")[2].split()
-        used[name] = (int(fields_of_stat[11]) + int(fields_of_stat[12])) / ticks
-    return used
+    stats = {name: stat_of(server.process(name).pid) for name in _PROCESSES}
+    return {name: (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK") for name, stat in stats.items() if stat}
 
 
 async def _state(scheduler: scheduler_pb2_grpc.SchedulerServiceStub) -> scheduler_pb2.GetStateResponse:

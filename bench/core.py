@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 
@@ -44,14 +44,14 @@ def main(arguments: argparse.Namespace) -> None:
 
     for count in arguments.sequences:
         for name, measure in (("steady", _steady), ("turning", _turning)):
-            times = measure(count, arguments.warm_up, arguments.steps)
-            halves = {"schedule": times.schedule, "apply": times.apply, "both": times.schedule + times.apply}
+            schedule, apply, parts = measure(count, arguments.warm_up, arguments.steps)
+            halves = {"schedule": schedule, "apply": apply, "both": schedule + apply}
             for half, values in halves.items():
                 bounds = _BOUNDS if (half, count) == ("both", _BOUND_AT) else (None, None)
                 for figure, value, bound in zip(("median", "p99"), _median_p99(values), bounds, strict=True):
                     add(Series(f"{name}, {count}, {half}, {figure}", "ms", (value,)), bound)
-            splits[f"{name}, {count}"] = times.parts
-            print(", ".join(f"{part} {value:.3f}" for part, value in times.parts.items()))
+            splits[f"{name}, {count}"] = parts
+            print(", ".join(f"{part} {value:.3f}" for part, value in parts.items()))
         for num_top in NUMBERS_OF_TOP:
             kind = "without log probabilities" if num_top is None else f"log probabilities, {num_top}"
             values = _median_p99(time_logprob_steps(count, num_top, arguments.steps))
@@ -68,13 +68,8 @@ def main(arguments: argparse.Namespace) -> None:
     write_results(arguments.out, "the cost of the scheduler's core", series, **facts)
 
 
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Milliseconds of each step, float64[steps], and of an average step by part, measured in another run."""
-
-    schedule: np.ndarray
-    apply: np.ndarray
-    parts: dict[str, float]
+StepTimes = tuple[np.ndarray, np.ndarray, dict[str, float]]
+"""Milliseconds of `schedule` and of `apply` of each step, float64[steps] each, and of an average step by part."""
 
 
 def _steady(num_sequences: int, _: int, num_steps: int) -> StepTimes:
@@ -88,17 +83,14 @@ def _turning(num_sequences: int, warm_up: int, num_steps: int) -> StepTimes:
 
 
 def _measure(make_load: Callable[[], Load], warm_up: int, num_steps: int) -> StepTimes:
+    """The parts are measured in another run."""
     schedule, apply, _ = time_steps(make_load(), warm_up, num_steps, None)
-    part_times = PartTimes()
-    *_, parts = time_steps(make_load(), warm_up, num_steps, part_times)
-    return StepTimes(schedule, apply, parts)
+    return schedule, apply, time_steps(make_load(), warm_up, num_steps, PartTimes())[2]
 
 
-def time_steps(
-    load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None
-) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Milliseconds of `schedule` and of `apply` of each step after the warm-up, and of an average step by part if
-    `part_times` is given. Raises ValueError if the warm-up is too short, or the load too small."""
+def time_steps(load: Load, warm_up: int, num_steps: int, part_times: PartTimes | None) -> StepTimes:
+    """Times the steps after the warm-up; without `part_times` no part has a time. Raises ValueError if the warm-up is
+    too short, or the load too small."""
     if warm_up < 2:
         raise ValueError(f"warm_up is {warm_up}, must be at least 2: two steps are in flight")
     results: deque[StepResult] = deque()

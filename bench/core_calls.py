@@ -108,10 +108,7 @@ def _displacing_in_vain(num_rows: int) -> Calls:
 
 def _arrivals(num_rows: int) -> Calls:
     """A request of one prompt token for each row, all in one step."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(num_rows):
-        scheduler.submit(_request(index, 1), 0.0)
-    yield from _schedules(scheduler)
+    yield from _schedules(_submitted(num_rows, num_rows))
 
 
 def _arrivals_of_tenants(num_rows: int) -> Calls:
@@ -128,24 +125,40 @@ def _pressure_of_tenants(num_rows: int) -> Calls:
     for index in range(num_rows):
         scheduler.submit(_request(index, 2 * _BLOCK_SIZE - 2, 24, tenant=str(index)), 0.0)
     for _ in range(12):
-        plans: list[StepPlan] = []
-        yield partial(_plan, scheduler, plans)
-        scheduler.apply(constant_tokens(plans[0]), 0.0)
+        yield from _schedule(scheduler)
 
 
-def _schedules(scheduler: Scheduler) -> Iterator[Callable[[], object]]:
-    """Calls of `schedule` until no request waits. Only the plans are timed, not the results."""
+def _submitted(num_rows: int, num_requests: int, prompt_len: int = 1) -> Scheduler:
+    """A scheduler with waiting requests, and blocks for all of them."""
+    scheduler = Scheduler(_config(num_rows, 8))
+    for index in range(num_requests):
+        scheduler.submit(_request(index, prompt_len), 0.0)
+    return scheduler
+
+
+def _schedule(scheduler: Scheduler) -> Calls:
+    """The call of `schedule` of one step. Its result is applied too, but not timed."""
+    plans: list[StepPlan] = []
+    yield partial(_plan, scheduler, plans)
+    scheduler.apply(constant_tokens(plans[0]), 0.0)
+
+
+def _schedules(scheduler: Scheduler) -> Calls:
+    """Calls of `schedule` until no request waits."""
     while len(scheduler.waiting):
-        plans: list[StepPlan] = []
-        yield partial(_plan, scheduler, plans)
-        scheduler.apply(constant_tokens(plans[0]), 0.0)
+        yield from _schedule(scheduler)
+
+
+def _schedule_and_apply(scheduler: Scheduler) -> Calls:
+    """Both calls of one step."""
+    plans: list[StepPlan] = []
+    yield partial(_plan, scheduler, plans)
+    yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
 
 
 def _arrival_results(num_rows: int) -> Calls:
     """The result of a step in which all rows get their first token."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(num_rows):
-        scheduler.submit(_request(index, 1), 0.0)
+    scheduler = _submitted(num_rows, num_rows)
     while len(scheduler.waiting):
         plans: list[StepPlan] = []
         _plan(scheduler, plans)
@@ -154,9 +167,7 @@ def _arrival_results(num_rows: int) -> Calls:
 
 def _ends(num_rows: int) -> Calls:
     """The result with which all rows end."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(num_rows):
-        scheduler.submit(_request(index, 100), 0.0)
+    scheduler = _submitted(num_rows, num_rows, 100)
     while len(scheduler.waiting) or scheduler.batch.rows.prefilling().size:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
@@ -166,9 +177,7 @@ def _ends(num_rows: int) -> Calls:
 
 def _after_ends(num_rows: int) -> Calls:
     """The step after the end of all rows, with a waiting request for each row."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(2 * num_rows):
-        scheduler.submit(_request(index, 1), 0.0)
+    scheduler = _submitted(num_rows, 2 * num_rows)
     while scheduler.batch.rows.num_free:
         _step(scheduler)
     plan = scheduler.schedule(0.0)
@@ -179,9 +188,7 @@ def _after_ends(num_rows: int) -> Calls:
 
 def _losing(num_rows: int) -> Calls:
     """The worker is lost with all rows running."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(num_rows):
-        scheduler.submit(_request(index, 100), 0.0)
+    scheduler = _submitted(num_rows, num_rows, 100)
     while len(scheduler.waiting):
         _step(scheduler)
     scheduler.schedule(0.0)
@@ -192,9 +199,7 @@ def _losing(num_rows: int) -> Calls:
 
 def _returning(num_rows: int) -> Calls:
     """The steps after a loss, which compute all rows again."""
-    scheduler = Scheduler(_config(num_rows, 8))
-    for index in range(num_rows):
-        scheduler.submit(_request(index, 1), 0.0)
+    scheduler = _submitted(num_rows, num_rows)
     while len(scheduler.waiting):
         _step(scheduler)
     scheduler.void_in_flight(0.0)
@@ -207,9 +212,8 @@ def _long_scheduler(num_rows: int, **changes: Any) -> Scheduler:
 
 
 def _long_prompt(num_rows: int) -> Calls:
-    """All calls from the submission of a prompt of 120,000 tokens to its first token: submit, plans and results."""
-    scheduler = _long_scheduler(num_rows)
-    yield from _whole(scheduler, _request(0, _LONG_PROMPT, 8))
+    """A prompt of 120,000 tokens, from its submission to its first token."""
+    yield from _whole(_long_scheduler(num_rows), _request(0, _LONG_PROMPT, 8))
 
 
 def _cached_long_prompt(num_rows: int) -> Calls:
@@ -233,18 +237,15 @@ def _prefills_beside_cached(num_rows: int) -> Calls:
         prompt = [*cached.prompt, *[7] * num_more]
         scheduler.submit(replace(cached, key=key_of(index), prompt=prompt, max_tokens=8), 0.0)
     for _ in range(6):
-        plans: list[StepPlan] = []
-        yield partial(_plan, scheduler, plans)
-        yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
+        yield from _schedule_and_apply(scheduler)
 
 
-def _whole(scheduler: Scheduler, request: Request) -> Iterator[Callable[[], object]]:
+def _whole(scheduler: Scheduler, request: Request) -> Calls:
+    """All calls from the submission of a request to its first token: submit, plans and results."""
     yield partial(scheduler.submit, request, 0.0)
     # A request that has a token needs one step less.
     while not any(sequence.num_output_tokens for group in scheduler.groups() for sequence in group.sequences):
-        plans: list[StepPlan] = []
-        yield partial(_plan, scheduler, plans)
-        yield partial(scheduler.apply, constant_tokens(plans[0]), 0.0)
+        yield from _schedule_and_apply(scheduler)
         if not scheduler.num_live:
             return
 

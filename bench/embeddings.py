@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from bench.peak import Peak
@@ -195,34 +194,16 @@ def _text(draw: random.Random, tokens: int) -> str:
 
 def _write_model(path: Path, shape: str) -> None:
     """Writes the model as sentence-transformers saves one."""
-    import tokenizers
     import transformers
+    from transformers.models.bert.tokenization_bert import BertTokenizer
 
-    sizes: dict[str, Any] = {
-        **_SHAPES[shape],
-        "num_attention_heads": _NUM_HEADS,
-        "max_position_embeddings": _MAX_TOKENS,
-    }
     transformers.set_seed(1)
-    config = transformers.BertConfig(vocab_size=_VOCAB_SIZE)
-    config.update(sizes)
+    sizes = {"num_attention_heads": _NUM_HEADS, "max_position_embeddings": _MAX_TOKENS, **_SHAPES[shape]}
+    config = transformers.BertConfig(vocab_size=_VOCAB_SIZE, **sizes)
     transformers.BertModel(config).save_pretrained(path)
     pieces = [*_SPECIAL, *(f"w{number}" for number in range(_VOCAB_SIZE - len(_SPECIAL)))]
-    words = tokenizers.models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("[CLS] $A [SEP]", "$A $B", ends)
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    special: dict[str, Any] = dict(zip(names, _SPECIAL, strict=True))
-    wrapped = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=_MAX_TOKENS, model_input_names=["input_ids", "attention_mask"]
-    )
-    wrapped.add_special_tokens(special)
-    wrapped.save_pretrained(path)
-    # Peers with transformers 4 do not know the name that transformers 5 writes.
-    settings = path / "tokenizer_config.json"
-    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    BertTokenizer(vocab=vocabulary, model_max_length=_MAX_TOKENS).save_pretrained(path)
     modules = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Normalize", "Normalize")]
     listed = [
         {"idx": number, "name": name, "path": folder, "type": f"sentence_transformers.models.{kind}"}

@@ -30,8 +30,7 @@ from random import Random
 import torch
 
 from bench.in_process import InProcessEngine
-from bench.kernel_products import make_products, products_of
-from bench.kernels import measure
+from bench.kernels import make_products, measure, products_of
 from bench.models import write_model
 from bench.report import Series, add_results
 from bench.stages import Passes
@@ -222,6 +221,8 @@ def _products(_: str, shape: str, model: Path, arguments: argparse.Namespace) ->
             changed = {name: float((way(x)[:1] != way(x[:1].clone())).float().mean()) for name, way in ways.items()}
             print(f"{shape}, {layer.name}: share of numbers that depend on the batch: {changed}", flush=True)
             add_results(arguments.out, _TITLE, [], changed={f"{shape}, {layer.name}": changed})
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise SystemExit("oneDNN has no bfloat16 on this processor: leave products out of --parts")
         for streams in arguments.streams:
             seconds = {"kernels": [0.0] * runs, "oneDNN": [0.0] * runs}
             for layer in products_of(shape):

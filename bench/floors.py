@@ -24,7 +24,7 @@ import torch
 from bench.models import write_model
 from bench.peak import Peak
 from bench.report import Series, add_results
-from bench.served import send_at_once
+from bench.serving import send_at_once
 from bench.stages import Passes
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation

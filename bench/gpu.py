@@ -22,8 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.gpu_findings import Findings
-from bench.gpu_groups import Collector, DeviceLostError, Groups, Item
+from bench.gpu_findings import Collector, DeviceLostError, Findings, Groups, Item
 
 if TYPE_CHECKING:
     from bench.gpu_checks import Check
@@ -98,11 +97,11 @@ def _run(arguments: argparse.Namespace, findings: Findings, deadline: float) -> 
 
     def check(found: "Check") -> None:
         findings.checks.append(found)
-        _print_check(found)
+        print(found, flush=True)
 
     def measure(found: "Figure") -> None:
         findings.figures.append(found)
-        _print_figure(found)
+        print(found, flush=True)
 
     collector = Collector(findings, save, _device_works if arguments.device == "cuda" else lambda: True)
     if not arguments.skip_checks:
@@ -204,17 +203,6 @@ def _report(findings: Findings) -> None:
     print(f"{len(checks) - len(wrong)} of {len(checks)} checks passed")
     if wrong or broken:
         sys.exit(f"bench.gpu: wrong: {'; '.join(wrong) or 'none'}. Stopped by an error: {'; '.join(broken) or 'none'}")
-
-
-def _print_check(check: "Check") -> None:
-    verdict = "ok" if check.passed else "WRONG"
-    print(f"{check.name:<28} {check.dtype:<9} error {check.error:9.2e} of {check.limit:.1e}  {verdict}", flush=True)
-
-
-def _print_figure(figure: "Figure") -> None:
-    rates = f"{figure.rate:8.1f} of {figure.ceiling:7.1f} {figure.unit}: {figure.share:.0%}"
-    wanted = "" if figure.target is None else f", wanted {figure.target:.0%}"
-    print(f"{figure.name:<62} {figure.microseconds:9.1f} us {rates}{wanted}", flush=True)
 
 
 def _header() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu_problems import Heads, expected_attention, make_problem
+from bench.attention_problems import Heads, expected_attention, make_problem
 from kernels import cuda, reference
 from kernels.cuda import coded, fp8
 from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
@@ -29,6 +29,10 @@ class Check:
     def passed(self) -> bool:
         # Not `not >`: NaN never passes.
         return self.error <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "WRONG"
+        return f"{self.name:<28} {self.dtype:<9} error {self.error:9.2e} of {self.limit:.1e}  {verdict}"
 
 
 def check_groups(device: str, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[str, Iterator[Check]]]:

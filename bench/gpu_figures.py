@@ -1,14 +1,17 @@
-"""Speed of the Triton kernels, each compared with a ceiling that the same run measured."""
+"""Speed of the Triton kernels, each compared with a ceiling that the same run measured. Times are by the device's
+events, with cold caches, the median of many runs."""
 
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn import functional
 
+from bench.attention_problems import Heads, make_problem
 from bench.gpu_checks import make_weights
-from bench.gpu_problems import Heads, make_problem
-from bench.gpu_timing import graph_seconds, seconds
 from kernels import cuda
 from kernels.cuda import coded
 from kernels.cuda.attention import (
@@ -27,6 +30,12 @@ DTYPE = torch.bfloat16
 HEADS = Heads(query=32, kv=8, size=128)
 RULE = ScoreRule(HEADS.size**-0.5)
 GIGA = 1e9
+# More bytes than the L2 of any GPU: written before each run, so that the run's inputs come from memory.
+_FLUSH_BYTES = 256 << 20
+# Repeated writes take a millisecond, longer than Python takes to queue an operation, so the GPU never waits for it.
+_FLUSHES = 16
+# Maximum time of one figure.
+_BUDGET_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,11 @@ class Figure:
     @property
     def share(self) -> float:
         return self.rate / self.ceiling
+
+    def __str__(self) -> str:
+        rates = f"{self.rate:8.1f} of {self.ceiling:7.1f} {self.unit}: {self.share:.0%}"
+        wanted = "" if self.target is None else f", wanted {self.target:.0%}"
+        return f"{self.name:<62} {self.microseconds:9.1f} us {rates}{wanted}"
 
 
 def kernel_groups(memory: float) -> Iterator[tuple[str, Iterator[Figure]]]:
@@ -65,7 +79,7 @@ def device_copy_rate() -> float:
     """GB/s read plus written by a plain copy of 2 GiB."""
     source = torch.randint(0, 100, (1 << 31,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(target.copy_, source) / GIGA
+    return 2 * source.numel() / _seconds(target.copy_, source) / GIGA
 
 
 def _decodes(memory: float) -> Iterator[Figure]:
@@ -73,7 +87,7 @@ def _decodes(memory: float) -> Iterator[Figure]:
     for batch, length, mixed in [*batches, (1, 8192, False), (8, 8192, False), (64, 8192, True)]:
         lengths = torch.randint(128, length + 1, (batch,)).tolist() if mixed else [length] * batch
         problem = make_problem([(1, each) for each in lengths], HEADS, DTYPE, "cuda")
-        time = graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        time = _graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
         name = f"decode, batch {batch}, context {'128 to ' if mixed else ''}{length}"
         yield bandwidth(name, problem.context_bytes, time, memory, 0.85 if batch >= 32 and not mixed else None)
 
@@ -93,7 +107,7 @@ def _decode_tilings(memory: float) -> Iterator[Figure]:
     for tiling in dict.fromkeys((chosen, *others)):
         output = torch.empty_like(problem.query)
         batch = PagedBatch(*problem.tensors)
-        time = graph_seconds(decode_attention, output, batch, RULE, max_seq_len=4096, tiling=tiling)
+        time = _graph_seconds(decode_attention, output, batch, RULE, max_seq_len=4096, tiling=tiling)
         yield bandwidth(f"  {_changes(tiling, chosen)}", problem.context_bytes, time, memory)
 
 
@@ -101,8 +115,8 @@ def _prefills() -> Iterator[Figure]:
     for batch, length in ((1, 2048), (4, 2048), (1, 8192), (8, 512)):
         problem = make_problem([(length, length)] * batch, HEADS, DTYPE, "cuda")
         tera = _tera_operations(batch, length)
-        ceiling = tera / graph_seconds(_dense(batch, length))
-        time = graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
+        ceiling = tera / _graph_seconds(_dense(batch, length))
+        time = _graph_seconds(cuda.paged_attention, *problem.tensors, scores=RULE, **problem.limits)
         yield Figure(f"prefill, {batch} of {length} (ceiling: SDPA)", "TFLOP/s", tera / time, ceiling, time * 1e6)
 
 
@@ -110,7 +124,7 @@ def _prefill_tilings() -> Iterator[Figure]:
     """Other tilings of the kernel, for problems that compare them with the chosen one."""
     problem = make_problem([(8192, 8192)], HEADS, DTYPE, "cuda")
     tera, chosen = _tera_operations(1, 8192), prefill_tiling(HEADS.size, DTYPE)
-    ceiling = tera / graph_seconds(_dense(1, 8192))
+    ceiling = tera / _graph_seconds(_dense(1, 8192))
     others = (
         PrefillTiling(128, 64, 8, 3),
         PrefillTiling(128, 128, 8, 3),
@@ -121,7 +135,7 @@ def _prefill_tilings() -> Iterator[Figure]:
     )
     for tiling in dict.fromkeys((chosen, *others)):
         output, batch = torch.empty_like(problem.query), PagedBatch(*problem.tensors)
-        time = graph_seconds(prefill_attention, output, batch, RULE, tiling=tiling)
+        time = _graph_seconds(prefill_attention, output, batch, RULE, tiling=tiling)
         yield Figure(f"  {_changes(tiling, chosen)}", "TFLOP/s", tera / time, ceiling, time * 1e6)
 
 
@@ -148,7 +162,7 @@ def _copies(memory: float) -> Iterator[Figure]:
     for count in (16, 256):
         pairs = torch.randperm(2048)[: 2 * count].view(2, -1).T.contiguous()
         moved = 2 * _bytes_of_blocks(pools, count)
-        time = seconds(cuda.copy_blocks, pools, pairs)
+        time = _seconds(cuda.copy_blocks, pools, pairs)
         yield bandwidth(f"copy_blocks, {count} blocks of 32 layers", moved, time, memory)
 
 
@@ -161,25 +175,25 @@ def _swaps() -> Iterator[Figure]:
     # The same number of contiguous bytes.
     flat_gpu = torch.zeros(1 << 29, dtype=torch.uint8, device="cuda")
     flat_host = torch.zeros(1 << 29, dtype=torch.uint8, pin_memory=True)
-    ceiling = flat_gpu.numel() / seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
-    yield bandwidth(f"swap out, {name}", moved, seconds(cuda.swap_blocks, gpu, host, pairs), ceiling)
-    ceiling = flat_gpu.numel() / seconds(flat_gpu.copy_, flat_host, non_blocking=True) / GIGA
-    yield bandwidth(f"swap in, {name}", moved, seconds(cuda.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
+    ceiling = flat_gpu.numel() / _seconds(flat_host.copy_, flat_gpu, non_blocking=True) / GIGA
+    yield bandwidth(f"swap out, {name}", moved, _seconds(cuda.swap_blocks, gpu, host, pairs), ceiling)
+    ceiling = flat_gpu.numel() / _seconds(flat_gpu.copy_, flat_host, non_blocking=True) / GIGA
+    yield bandwidth(f"swap in, {name}", moved, _seconds(cuda.swap_blocks, host, gpu, pairs.flip(1)), ceiling)
 
 
 def _pointwise(memory: float) -> Iterator[Figure]:
     x, residual = torch.randn(2, 16384, 4096, dtype=DTYPE, device="cuda")
     weight, size = torch.ones(4096, dtype=DTYPE, device="cuda"), x.numel() * x.itemsize
-    yield bandwidth("rms_norm", 2 * size, graph_seconds(cuda.rms_norm, x, weight, 1e-5), memory)
-    time = graph_seconds(cuda.rms_norm, x, weight, 1e-5, 0.0, residual)
+    yield bandwidth("rms_norm", 2 * size, _graph_seconds(cuda.rms_norm, x, weight, 1e-5), memory)
+    time = _graph_seconds(cuda.rms_norm, x, weight, 1e-5, 0.0, residual)
     yield bandwidth("add_rms_norm", 4 * size, time, memory)
-    yield bandwidth("silu_and_mul", size * 3 // 2, graph_seconds(cuda.silu_and_mul, x), memory)
+    yield bandwidth("silu_and_mul", size * 3 // 2, _graph_seconds(cuda.silu_and_mul, x), memory)
     qkv = torch.randn(16384, HEADS.query + 2 * HEADS.kv, HEADS.size, dtype=DTYPE, device="cuda")
     query, key, value = qkv.split((HEADS.query, HEADS.kv, HEADS.kv), dim=1)
     table, positions = torch.rand(4096, HEADS.size, device="cuda"), torch.randint(0, 4096, (16384,), device="cuda")
     pool = torch.zeros(2, 2048, HEADS.kv, 16, HEADS.size, dtype=DTYPE, device="cuda")
     slots, moved = torch.randperm(2048 * 16, device="cuda")[:16384], 2 * qkv.numel() * qkv.itemsize
-    time = graph_seconds(cuda.rotary_and_cache, query, key, value, positions, table, pool, slots)
+    time = _graph_seconds(cuda.rotary_and_cache, query, key, value, positions, table, pool, slots)
     yield bandwidth("rotary_and_cache", moved, time, memory)
 
 
@@ -191,8 +205,8 @@ def _coded(memory: float) -> Iterator[Figure]:
         packed = None if weight is None else coded.pack_coded(weight, False, Quantization.NONE)
         for num_tokens in (1, 16, 64, 2048):
             x = torch.randn(num_tokens, in_features, dtype=DTYPE, device="cuda")
-            dense = graph_seconds(functional.linear, x, plain)
-            time = dense if packed is None else graph_seconds(coded.product, x, packed, None, "identity", DTYPE)
+            dense = _graph_seconds(functional.linear, x, plain)
+            time = dense if packed is None else _graph_seconds(coded.product, x, packed, None, "identity", DTYPE)
             title = f"product, {name}, {num_tokens} tokens"
             if num_tokens > 64:
                 tera = 2 * num_tokens * plain.numel() / 1e12
@@ -207,3 +221,45 @@ def bandwidth(name: str, num_bytes: int, time: float, ceiling: float, target: fl
 
 def _bytes_of_blocks(pools: list[torch.Tensor], count: int) -> int:
     return sum(pool[:, 0].numel() * pool.itemsize for pool in pools) * count
+
+
+def _graph_seconds(function: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    """The median time of one call as a replay of a CUDA graph, as in decode steps."""
+    work = partial(function, *arguments, **options)
+    _warm_up(work)
+    recorded = torch.cuda.CUDAGraph()
+    # If a recording fails, `torch.cuda.graph` leaves its own stream the current one.
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(recorded):
+        work()
+    return _median(recorded.replay)
+
+
+def _seconds(function: Callable[..., object], *arguments: Any, **options: Any) -> float:
+    """The median time of one plain call, for copies from the host, which no graph can hold."""
+    work = partial(function, *arguments, **options)
+    _warm_up(work)
+    return _median(work)
+
+
+def _warm_up(work: Callable[[], object]) -> None:
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+
+
+def _median(run: Callable[[], object]) -> float:
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    fastest = min(_timed(run, flush, 3))
+    return statistics.median(_timed(run, flush, max(5, min(50, int(_BUDGET_S / (fastest + 1e-3))))))
+
+
+def _timed(run: Callable[[], object], flush: torch.Tensor, repeats: int) -> list[float]:
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        for _ in range(_FLUSHES):
+            flush.zero_()
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1000 for start, end in pairs]

@@ -7,24 +7,21 @@ import math
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from bench.gpu_figures import Figure
 from bench.gpu_model import config_of, write_model
-from bench.served import send_at_once
-from bench.step_trace_busy import busy_share
+from bench.serving import send_at_once
+from bench.step_trace import busy_share
 from quire.load import LoadRequest, Report
 from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 
-P = ParamSpec("P")
-T = TypeVar("T")
 NUM_REQUESTS = 64
 OUTPUT_TOKENS = 256
 _BLOCK_SIZE = 16
@@ -32,65 +29,37 @@ _SERVING_TIMEOUT_S = 120
 _PEER_TIMEOUT_S = 150
 
 
-@dataclass(frozen=True, slots=True)
-class Attempts:
-    """Calls that may each fail without ending the run."""
-
-    failures: list[Exception] = field(default_factory=list)
-
-    def make(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T | None:
-        """The result of `work`; None if it fails."""
-        try:
-            return work(*arguments, **options)
-        except Exception as failure:
-            self.failures.append(failure)
-            return None
-
-    def check(self) -> None:
-        """Raises all failures as one ExceptionGroup."""
-        if self.failures:
-            raise ExceptionGroup(f"{len(self.failures)} failed", self.failures)
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One round of requests."""
-
-    report: Report
-    busy: float
-    """Share of the time in which the device was in a step, while all requests decoded."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.report.output_tokens_per_s
-
-    @property
-    def duration_us(self) -> float:
-        return self.report.duration_s * 1e6
-
-
 def serving_figures(shape: str) -> Iterator[Figure]:
-    """Quire without and with CUDA graphs, compared with transformers."""
+    """Quire without and with CUDA graphs, compared with transformers. A failure ends only its own measurement; raises
+    all failures at the end, as one ExceptionGroup."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         directory = Path(folder)
         write_model(config_of(shape), directory, torch.device("cuda"))
         torch.cuda.empty_cache()
-        work, attempts = make_requests(seed=1), Attempts()
+        work = make_requests(seed=1)
         title = f"{shape}, {NUM_REQUESTS} of {OUTPUT_TOKENS} tokens"
-        rounds: dict[str, Served] = {}
+        rounds, failures = dict[str, Report](), list[Exception]()
         for name, cuda_graphs in (("eager", "off"), ("graphs", "on")):
             settings = ServeSettings(
                 models=(ModelFlag(None, str(directory)),), device="cuda", dtype="bfloat16", cuda_graphs=cuda_graphs
             )
-            served = attempts.make(serve_once, settings, work, directory / f"{name}.json")
-            if served is not None:
-                rounds[name] = served
-                yield Figure(f"device busy, {title}, {name}", "%", served.busy * 100, 100.0, served.duration_us)
-        peer = attempts.make(peer_tokens_per_s, directory, work) or math.nan
-        for name, served in rounds.items():
-            rates = served.tokens_per_s, peer
-            yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, served.duration_us)
-    attempts.check()
+            try:
+                report, busy = asyncio.run(serve(settings, work, directory / f"{name}.json"))
+            except Exception as failure:
+                failures.append(failure)
+                continue
+            rounds[name] = report
+            yield Figure(f"device busy, {title}, {name}", "%", busy * 100, 100.0, report.duration_s * 1e6)
+        try:
+            peer = peer_tokens_per_s(directory, work)
+        except Exception as failure:
+            failures.append(failure)
+            peer = math.nan
+        for name, report in rounds.items():
+            rates = report.output_tokens_per_s, peer
+            yield Figure(f"served, {title}, {name} (ceiling: transformers)", "tok/s", *rates, report.duration_s * 1e6)
+    if failures:
+        raise ExceptionGroup(f"{len(failures)} failed", failures)
 
 
 def make_requests(
@@ -105,38 +74,30 @@ def make_requests(
     ]
 
 
-def serve_once(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """Runs `serve` to its end. TimeoutError if it does not end: a service that dies at its start is restarted."""
-
-    async def bounded() -> Served:
-        async with asyncio.timeout(_SERVING_TIMEOUT_S):
-            return await serve(settings, work, trace)
-
-    return asyncio.run(bounded())
-
-
-async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> Served:
-    """Runs all services on this machine, and one round of requests after a short warm-up round."""
+async def serve(settings: ServeSettings, work: list[LoadRequest], trace: Path) -> tuple[Report, float]:
+    """Runs all services on this machine, and one round of requests after a short warm-up round. Returns its report, and
+    the share of time in which the device was in a step while all requests decoded. TimeoutError if it does not end: a
+    service that dies at its start is restarted."""
     blocks = sum(-(-(len(item.prompt) + (item.output_len or 0) + 1) // _BLOCK_SIZE) for item in work)
-    values = {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-    changes: dict[str, Any] = {
-        "grpc_port": 0,
-        "http_port": 0,
-        "block_size": _BLOCK_SIZE,
-        "num_gpu_blocks": blocks + len(work),
-        "max_num_seqs": len(work),
-        "watermark": 0.0,
-        "trace_steps": str(trace),
-        "log_level": "warning",
-    }
-    async with LocalServer(ServeSettings(**(values | changes))) as server:
+    settings = replace(
+        settings,
+        grpc_port=0,
+        http_port=0,
+        block_size=_BLOCK_SIZE,
+        num_gpu_blocks=blocks + len(work),
+        max_num_seqs=len(work),
+        watermark=0.0,
+        trace_steps=str(trace),
+        log_level="warning",
+    )
+    async with asyncio.timeout(_SERVING_TIMEOUT_S), LocalServer(settings) as server:
         await server.wait_ready()
         # Prompts as long as the measured ones, since another kernel attends to long contexts.
         longest = max(len(item.prompt) for item in work)
         warm_up = make_requests(seed=2, count=len(work), lengths=(min(8, longest), longest), output_tokens=16)
         await send_at_once(server.grpc_address, warm_up)
         report = await send_at_once(server.grpc_address, work)
-    return Served(report, busy_share(trace, len(work)))
+    return report, busy_share(trace, len(work))
 
 
 def peer_tokens_per_s(directory: Path, work: list[LoadRequest], device: str = "cuda") -> float:

@@ -118,18 +118,12 @@ async def _run(arguments: argparse.Namespace) -> tuple[Torture, Report, Watched,
 
 
 async def _start_attack(server: LocalServer, arguments: argparse.Namespace) -> asyncio.subprocess.Process:
-    flags = {
-        "--http": server.http_address,
-        "--grpc": server.grpc_address,
-        "--callers": arguments.callers,
-        "--seconds": arguments.seconds,
-        "--seed": arguments.seed,
-    }
-    command = [str(part) for flag in flags.items() for part in flag]
+    flags = [f"--{name}={getattr(arguments, name)}" for name in ("callers", "seconds", "seed")]
+    flags += [f"--http={server.http_address}", f"--grpc={server.grpc_address}"]
     if arguments.kinds:
-        command += ["--kinds", *arguments.kinds]
+        flags += ["--kinds", *arguments.kinds]
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "bench.hostile_callers", *command, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "bench.hostile_callers", *flags, stdout=asyncio.subprocess.PIPE
     )
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import grpc.aio
@@ -25,6 +25,7 @@ _HELD_S = 20.0
 """Seconds for which a caller holds a connection without traffic, unless the server closes it."""
 _LONG_S = 120.0
 """Seconds after which a missing answer counts as none."""
+_STREAM = {"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,103 +70,39 @@ def _post(path: str, body: bytes, *, length: int | None = None) -> bytes:
     return head.encode() + body
 
 
-async def _send(target: Target, path: str, value: object) -> str:
-    return await _exchange(target, _post(path, json.dumps(value).encode()))
+def _json(path: str, value: object) -> bytes:
+    return _post(path, json.dumps(value).encode())
 
 
-async def wide_completion(target: Target, rng: random.Random) -> str:
-    """1,024 prompts of 128 samples with stop strings of 1,000 characters: 131,072 sequences in 20 kB."""
-    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
-    return await _send(target, "/v1/completions", {"prompt": ["a"] * 1024, "n": 128, "stop": stop, "max_tokens": 16})
+async def _outcome(call: Awaitable[object]) -> str:
+    """The status of a call of Quire's client, or what happened instead."""
+    try:
+        async with asyncio.timeout(_LONG_S):
+            await call
+    except QuireError as error:
+        return f"{error.code.name} {error.reason}"
+    except TimeoutError:
+        return f"nothing for {_LONG_S:.0f} s"
+    return "answered"
+
+
+def _long_stops(rng: random.Random) -> list[str]:
+    """Stop strings of 1,000 characters."""
+    return ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
 
 
 async def many_samples_over_grpc(target: Target, rng: random.Random) -> str:
     """128 samples with stop strings of 1,000 characters."""
-    stop = ["".join(rng.choices("abcdefgh ", k=1000)) for _ in range(4)]
+    options = GenerationOptions(n=128, stop=_long_stops(rng), max_tokens=16, temperature=1.0)
     async with AsyncClient(target.grpc) as client:
-        options = GenerationOptions(n=128, stop=stop, max_tokens=16, temperature=1.0)
-        try:
-            async with asyncio.timeout(_LONG_S):
-                await client.generate("Once", options)
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
-    return "answered"
-
-
-async def half_a_body(target: Target, rng: random.Random) -> str:
-    """A request whose body never ends; the answer is read."""
-    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + b"x" * rng.randrange(2)
-    return await _exchange(target, head, held_s=_HELD_S)
-
-
-async def half_a_post(target: Target, rng: random.Random) -> str:
-    """A body with four megabytes announced and one sent."""
-    return await _exchange(target, _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S)
-
-
-async def half_a_head(target: Target, rng: random.Random) -> str:
-    """Headers that never end."""
-    return await _exchange(target, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-", held_s=_HELD_S)
-
-
-async def many_logprobs(target: Target, rng: random.Random) -> str:
-    """64 prompts of 128 samples of 400 tokens with 20 log probabilities each, not streamed."""
-    call = {"prompt": ["Once upon a time"] * 64, "n": 128, "max_tokens": 400, "logprobs": 20, "temperature": 1.0}
-    return await _send(target, "/v1/completions", call | {"ignore_eos": True})
-
-
-async def some_logprobs(target: Target, rng: random.Random) -> str:
-    """A large request that may be accepted: 16 samples of 100 tokens with 20 log probabilities each."""
-    call = {"prompt": "Once upon a time", "n": 16, "max_tokens": 100, "logprobs": 20, "temperature": 1.0}
-    return await _send(target, "/v1/completions", call)
-
-
-async def many_ids(target: Target, rng: random.Random) -> str:
-    """A million token ids to detokenize."""
-    return await _send(target, "/detokenize", {"tokens": [rng.randrange(256)] * 1_000_000})
-
-
-async def long_text(target: Target, rng: random.Random) -> str:
-    """Three megabytes of text to tokenize."""
-    path = rng.choice(["/tokenize", "/v1/completions"])
-    return await _send(target, path, {"prompt": "lorem ipsum " * 250_000})
-
-
-async def many_messages(target: Target, rng: random.Random) -> str:
-    """A conversation of 20,000 messages."""
-    return await _send(target, "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * 20_000})
-
-
-async def nonsense(target: Target, rng: random.Random) -> str:
-    """Bytes that are no HTTP: a TLS handshake, noise, deep JSON."""
-    return await _exchange(
-        target,
-        rng.choice(
-            [
-                b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
-                rng.randbytes(2000),
-                _post("/v1/completions", b"[" * 100_000),
-                _post("/v1/completions", b'{"prompt": ' + b"1" * 100_000 + b"}"),
-            ]
-        ),
-        held_s=_HELD_S,
-    )
-
-
-async def unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream that its caller does not read."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True}).encode()
-    return await _exchange(target, _post("/v1/completions", body), held_s=_HELD_S, reads=False)
+        return await _outcome(client.generate("Once", options))
 
 
 async def left_stream(target: Target, rng: random.Random) -> str:
     """A stream whose caller leaves after the first line."""
-    body = json.dumps({"prompt": "Once", "max_tokens": 900, "stream": True, "ignore_eos": True, "n": 4}).encode()
     try:
         reader, writer = await asyncio.open_connection(target.http.host, target.http.port)
-        writer.write(_post("/v1/completions", body))
+        writer.write(_json("/v1/completions", _STREAM | {"n": 4}))
         async with asyncio.timeout(_HELD_S):
             line = await reader.readline()
         writer.transport.abort()
@@ -197,14 +134,7 @@ async def exploding_constraint(target: Target, rng: random.Random) -> str:
         )
     )
     async with AsyncClient(target.grpc) as client:
-        try:
-            async with asyncio.timeout(_LONG_S):
-                await client.generate("Once", GenerationOptions(constraint=constraint, max_tokens=4))
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
-    return "answered"
+        return await _outcome(client.generate("Once", GenerationOptions(constraint=constraint, max_tokens=4)))
 
 
 async def many_empty_entries(target: Target, rng: random.Random) -> str:
@@ -220,55 +150,22 @@ async def many_empty_entries(target: Target, rng: random.Random) -> str:
     return await _call(target, method, bytes((field << 3 | 2, 0)) * ((2 << 20) - 64))
 
 
-async def many_numbers(target: Target, rng: random.Random) -> str:
-    """Two million numbers where a few texts, or an object of a template's arguments, are expected."""
-    numbers = b"[" + b"1," * (2_000_000) + b"1]"
-    messages = b'"messages": [{"role": "user", "content": "hi"}]'
-    path, field = rng.choice(
-        (
-            ("/v1/messages", b'"max_tokens": 1, "system": '),
-            ("/v1/messages/count_tokens", b'"system": '),
-            ("/v1/chat/completions", b'"tools": '),
-        )
-    )
-    return await _exchange(target, _post(path, b"{" + messages + b", " + field + numbers + b"}"))
-
-
-async def many_arguments(target: Target, rng: random.Random) -> str:
-    """The maximum number of arguments for the chat template, and many more."""
-    call = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    arguments = {"enable_thinking": [1] * rng.choice((4_000, 1_000_000))}
-    return await _send(target, "/v1/chat/completions", call | {"chat_template_kwargs": arguments})
-
-
-async def many_choices(target: Target, rng: random.Random) -> str:
-    """The maximum number of choices of a constraint."""
-    choices = [f"{rng.randrange(1000)} {number}" for number in range(99_000)]
-    return await _send(target, "/v1/completions", {"prompt": "Once", "guided_choice": choices})
-
-
-async def wide_unread_stream(target: Target, rng: random.Random) -> str:
-    """A stream of 128 samples that its caller does not read."""
-    call = {"prompt": "Once", "n": 128, "max_tokens": 900, "stream": True, "ignore_eos": True}
-    return await _exchange(target, _post("/v1/completions", json.dumps(call).encode()), held_s=_HELD_S, reads=False)
-
-
 async def many_resumptions(target: Target, rng: random.Random) -> str:
     """Fifty calls at once that resume one durable stream of eight samples."""
     request_id = f"storm-{rng.randrange(1 << 60)}"
     options = GenerationOptions(n=8, max_tokens=900, ignore_eos=True)
-    async with AsyncClient(target.grpc) as client:
-        try:
-            async with (
-                asyncio.timeout(_LONG_S),
-                client.generate_stream("Once", options, request_id=request_id, durable=True) as stream,
-            ):
-                async for _ in stream:
-                    break
-        except QuireError as error:
-            return f"{error.code.name} {error.reason}"
-        except TimeoutError:
-            return f"nothing for {_LONG_S:.0f} s"
+
+    async def begin() -> None:
+        async with (
+            AsyncClient(target.grpc) as client,
+            client.generate_stream("Once", options, request_id=request_id, durable=True) as stream,
+        ):
+            async for _ in stream:
+                break
+
+    begun = await _outcome(begin())
+    if begun != "answered":
+        return begun
     resume = ResumeStreamRequest(request_id=request_id).SerializeToString()
     method = "/quire.gateway.v1.GenerationService/ResumeStream"
     answers = await asyncio.gather(*(_call(target, method, resume) for _ in range(50)))
@@ -381,52 +278,112 @@ async def odd_texts_over_grpc(target: Target, rng: random.Random) -> str:
 
 
 Kind = Callable[[Target, random.Random], Awaitable[str]]
-KINDS: tuple[Kind, ...] = (
-    wide_completion,
-    many_samples_over_grpc,
-    half_a_body,
-    half_a_post,
-    half_a_head,
-    many_logprobs,
-    some_logprobs,
-    many_ids,
-    long_text,
-    many_messages,
-    nonsense,
-    unread_stream,
-    left_stream,
-    come_and_go,
-    exploding_constraint,
-    many_empty_entries,
-    many_numbers,
-    many_arguments,
-    many_choices,
-    wide_unread_stream,
-    many_resumptions,
-    many_watches,
-    flood_of_frames,
-    odd_texts_over_grpc,
-)
 
 
-async def attack(
-    target: Target, num_callers: int, seconds: float, seed: int, kinds: Sequence[Kind] = KINDS
-) -> dict[str, Counter[str]]:
-    """Runs `num_callers` callers for `seconds`. Each goes through all kinds in turn; calls in progress at the end are
+def _sends(make: Callable[[random.Random], bytes], *, held_s: float = _LONG_S, reads: bool = True) -> Kind:
+    """Sends bytes as `_exchange` does."""
+    return lambda target, rng: _exchange(target, make(rng), held_s=held_s, reads=reads)
+
+
+def _calls(path: str, make: Callable[[random.Random], object]) -> Kind:
+    """Sends one JSON value and reads the answer."""
+    return _sends(lambda rng: _json(path, make(rng)))
+
+
+def _nonsense(rng: random.Random) -> bytes:
+    kinds = (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+        rng.randbytes(2000),
+        _post("/v1/completions", b"[" * 100_000),
+        _post("/v1/completions", b'{"prompt": ' + b"1" * 100_000 + b"}"),
+    )
+    return rng.choice(kinds)
+
+
+def _many_numbers(rng: random.Random) -> bytes:
+    paths = {"/v1/messages": "system", "/v1/messages/count_tokens": "system", "/v1/chat/completions": "tools"}
+    path = rng.choice(sorted(paths))
+    body = json.dumps({**_CHAT, paths[path]: [1] * 2_000_000}, separators=(",", ":"))
+    return _post(path, body.encode())
+
+
+_SAMPLES = {"max_tokens": 100, "logprobs": 20, "temperature": 1.0}
+_CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+KINDS: Mapping[str, Kind] = {
+    # 1,024 prompts of 128 samples with stop strings of 1,000 characters: 131,072 sequences in 20 kB.
+    "wide_completion": _calls(
+        "/v1/completions", lambda rng: {"prompt": ["a"] * 1024, "n": 128, "stop": _long_stops(rng), "max_tokens": 16}
+    ),
+    # 64 prompts of 128 samples of 400 tokens with 20 log probabilities each, not streamed.
+    "many_logprobs": _calls(
+        "/v1/completions",
+        lambda _: _SAMPLES | {"prompt": ["Once upon a time"] * 64, "n": 128, "max_tokens": 400, "ignore_eos": True},
+    ),
+    # A large request that may be accepted: 16 samples of 100 tokens with 20 log probabilities each.
+    "some_logprobs": _calls("/v1/completions", lambda _: _SAMPLES | {"prompt": "Once upon a time", "n": 16}),
+    # A million token ids to detokenize.
+    "many_ids": _calls("/detokenize", lambda rng: {"tokens": [rng.randrange(256)] * 1_000_000}),
+    # A conversation of 20,000 messages.
+    "many_messages": _calls("/v1/chat/completions", lambda _: {"messages": _CHAT["messages"] * 20_000}),
+    # The maximum number of arguments for the chat template, and many more.
+    "many_arguments": _calls(
+        "/v1/chat/completions",
+        lambda rng: _CHAT | {"chat_template_kwargs": {"enable_thinking": [1] * rng.choice((4_000, 1_000_000))}},
+    ),
+    # The maximum number of choices of a constraint.
+    "many_choices": _calls(
+        "/v1/completions",
+        lambda rng: {"prompt": "Once", "guided_choice": [f"{rng.randrange(1000)} {each}" for each in range(99_000)]},
+    ),
+    # Two million numbers where a few texts, or tools, are expected.
+    "many_numbers": _sends(_many_numbers),
+    # Three megabytes of text to tokenize.
+    "long_text": _sends(
+        lambda rng: _json(rng.choice(["/tokenize", "/v1/completions"]), {"prompt": "lorem ipsum " * 250_000})
+    ),
+    # A request whose body never ends; the answer is read.
+    "half_a_body": _sends(
+        lambda rng: b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n" + b"x" * rng.randrange(2),
+        held_s=_HELD_S,
+    ),
+    # A body with four megabytes announced and one sent.
+    "half_a_post": _sends(lambda _: _post("/v1/completions", b" " * (1 << 20), length=4 << 20), held_s=_HELD_S),
+    # Headers that never end.
+    "half_a_head": _sends(lambda _: b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-", held_s=_HELD_S),
+    # Bytes that are no HTTP: a TLS handshake, noise, deep JSON.
+    "nonsense": _sends(_nonsense, held_s=_HELD_S),
+    # A stream, and a stream of 128 samples, that their callers do not read.
+    "unread_stream": _sends(lambda _: _json("/v1/completions", _STREAM), held_s=_HELD_S, reads=False),
+    "wide_unread_stream": _sends(lambda _: _json("/v1/completions", _STREAM | {"n": 128}), held_s=_HELD_S, reads=False),
+    "many_samples_over_grpc": many_samples_over_grpc,
+    "left_stream": left_stream,
+    "come_and_go": come_and_go,
+    "exploding_constraint": exploding_constraint,
+    "many_empty_entries": many_empty_entries,
+    "many_resumptions": many_resumptions,
+    "many_watches": many_watches,
+    "flood_of_frames": flood_of_frames,
+    "odd_texts_over_grpc": odd_texts_over_grpc,
+}
+
+
+async def attack(target: Target, arguments: argparse.Namespace) -> dict[str, Counter[str]]:
+    """Runs `--callers` callers for `--seconds`. Each goes through `--kinds` in turn; calls in progress at the end are
     cut off. Returns how often each kind got each answer."""
-    answers: dict[str, Counter[str]] = {kind.__name__: Counter() for kind in kinds}
+    names: list[str] = arguments.kinds
+    answers: dict[str, Counter[str]] = {name: Counter() for name in names}
 
     async def call(number: int) -> None:
-        rng = random.Random(f"{seed} {number}")
+        rng = random.Random(f"{arguments.seed} {number}")
         turn = number
         while True:
-            kind = kinds[turn % len(kinds)]
-            answers[kind.__name__][await kind(target, rng)] += 1
+            name = names[turn % len(names)]
+            answers[name][await KINDS[name](target, rng)] += 1
             turn += 1
 
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-            for number in range(num_callers):
+        async with asyncio.timeout(arguments.seconds), asyncio.TaskGroup() as group:
+            for number in range(arguments.callers):
                 group.create_task(call(number))
     return answers
 
@@ -438,13 +395,11 @@ def main() -> None:
     parser.add_argument("--callers", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=[kind.__name__ for kind in KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS], default=[*KINDS])
     arguments = parser.parse_args()
-    kinds = [kind for kind in KINDS if arguments.kinds is None or kind.__name__ in arguments.kinds]
     http = parse_address(arguments.http)
     assert isinstance(http, TcpAddress)
-    target = Target(http, arguments.grpc)
-    print(json.dumps(asyncio.run(attack(target, arguments.callers, arguments.seconds, arguments.seed, kinds))))
+    print(json.dumps(asyncio.run(attack(Target(http, arguments.grpc), arguments))))
 
 
 if __name__ == "__main__":

@@ -29,16 +29,7 @@ import torch
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import models as tokenizer_models
 from tokenizers import normalizers, pre_tokenizers
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from bench.report import Series, write_results
 from gateway.offload import FairExecutor
@@ -53,29 +44,36 @@ from worker_svc.models.base import ModelInput
 from worker_svc.models.registry import load_model
 from worker_svc.step import WorkerLimits
 
-_SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
-_POSITIONS = {"max_position_embeddings": 128, "tie_word_embeddings": True}
-_NUMBERS = (
-    0,
-    1,
-    2,
-    3,
-    7,
-    8,
-    9,
-    255,
-    256,
-    257,
-    1 << 16,
-    (1 << 31) - 1,
-    1 << 31,
-    (1 << 32) - 1,
-    1 << 40,
-    (1 << 62) + 5,
-    (1 << 63) - 1,
-    1 << 63,
-    (1 << 64) - 1,
+_SIZES: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "pieces": {"model_type": "llama"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 64},
+    "gpt2": {"model_type": "gpt2", "n_inner": 256},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 2, "sliding_window": None},
+}
+_FORMATS = (
+    ("llama", "Q4_K_M"),
+    ("pieces", "Q8_0"),
+    ("qwen3", "IQ4_XS"),
+    ("gpt2", "Q6_K"),
+    ("mixtral", "Q8_0"),
+    ("llama", "F16"),
 )
+_LIMITS = [1 << bits for bits in (3, 8, 16, 31, 32, 40, 62, 63)]
+_NUMBERS = (0, 1, 2, 3, *(limit + more for limit in _LIMITS for more in (-1, 0, 1)), (1 << 64) - 1)
+"""Numbers at the limits of integers and of sizes."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _NAN_16 = (b"\xff\x7f", b"\x00\x7e", b"\x00\x7c", b"\x00\xfc", b"\xff\xff")
@@ -242,33 +240,12 @@ def make_sources(directory: Path) -> None:
     """Writes small models of several families, in files of several types."""
     directory.mkdir()
     made = directory.parent / "made"
-    ends: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
-    sizes: dict[str, Any] = {
-        **_SIZES,
-        **_POSITIONS,
-        **ends,
-        "vocab_size": 300,
-        "num_key_value_heads": 2,
-    }
     torch.manual_seed(0)
-    gpt2 = GPT2Config(**ends, vocab_size=300, n_positions=128, n_embd=256, n_layer=1, n_head=4, n_inner=256)
-    for name, model in (
-        ("llama", LlamaForCausalLM(LlamaConfig(**sizes))),
-        ("pieces", LlamaForCausalLM(LlamaConfig(**sizes))),
-        ("qwen3", Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=64))),
-        ("gpt2", GPT2LMHeadModel(gpt2)),
-        ("mixtral", MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=2, sliding_window=None))),
-    ):
-        model.bfloat16().save_pretrained(made / name)
+    for name, family in _FAMILIES.items():
+        config = AutoConfig.for_model(**_SIZES, **family)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(made / name)
         (made / name / "tokenizer.json").write_bytes(_tokenizer(in_pieces=name == "pieces"))
-    for name, format in (
-        ("llama", "Q4_K_M"),
-        ("pieces", "Q8_0"),
-        ("qwen3", "IQ4_XS"),
-        ("gpt2", "Q6_K"),
-        ("mixtral", "Q8_0"),
-        ("llama", "F16"),
-    ):
+    for name, format in _FORMATS:
         write_gguf(made / name, directory / f"{name}-{format}.gguf", format, lambda *_: None)
     for name in ("llama", "gpt2"):
         shutil.copytree(made / name, directory / f"{name}-safetensors")

@@ -10,16 +10,20 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 
 import torch
 from torch.nn import functional
 
-from bench.kernel_products import Layer, make_products, products_of
+from bench.attention_problems import AttentionProblem, Heads, make_problem
+from bench.models import SHAPES
 from bench.report import Series, write_results
 from kernels import reference
 from kernels.backends import Implementation
 from kernels.cpu.bindings import CpuKernels
 from kernels.cpu.library import Library
+from kernels.packed_weight import Quantization
 from kernels.reference import ScoreRule
 
 _BLOCK_SIZE = 16
@@ -27,20 +31,6 @@ _MEGABYTES = 256
 _PARTS = ("decode", "prefill", "product", "pointwise")
 
 Contestants = dict[str, Callable[[], object]]
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The shape of a model's attention."""
-
-    query: int
-    kv: int
-    size: int
-
-    def __str__(self) -> str:
-        return f"{self.query}/{self.kv} heads of {self.size}"
-
-
 MODELS = (Heads(12, 12, 64), Heads(32, 8, 128))
 
 
@@ -65,29 +55,18 @@ def main(arguments: argparse.Namespace) -> None:
     print(f"{library.isa}, {arguments.num_threads} threads")
     with torch.inference_mode():
         if "decode" in parts:
-            series += _decodes(kernels, arguments)
+            for heads, batch, context in product(MODELS, arguments.batches, arguments.contexts):
+                series += _decode(kernels, heads, batch, context, arguments.runs)
         if "prefill" in parts:
-            series += _prefills(kernels, arguments)
+            for heads, tokens in product(MODELS, arguments.prompts):
+                series += _prefill(kernels, heads, tokens, arguments.runs)
         if "product" in parts:
-            series += [
-                each
-                for layer in products_of("llama-160m")
-                for tokens in arguments.tokens
-                for each in _product(kernels, layer, tokens, arguments.runs)
-            ]
+            for layer, tokens in product(products_of("llama-160m"), arguments.tokens):
+                series += _product(kernels, layer, tokens, arguments.runs)
         if "pointwise" in parts:
             series += _pointwise(kernels, arguments.runs)
     facts = {"isa": library.isa, "threads": arguments.num_threads, "block_size": _BLOCK_SIZE}
     write_results(arguments.out, "CPU kernels, bfloat16", series, **facts)
-
-
-def _decodes(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:
-    series = []
-    for heads in MODELS:
-        for batch in arguments.batches:
-            for context in arguments.contexts:
-                series += _decode(kernels, heads, batch, context, arguments.runs)
-    return series
 
 
 def _decode(kernels: Implementation, heads: Heads, batch: int, context: int, runs: int) -> list[Series]:
@@ -115,49 +94,29 @@ def make_decode(
     heads: Heads, batch: int, context: int, block_size: int = _BLOCK_SIZE
 ) -> Callable[[Implementation], torch.Tensor]:
     """A call of attention for the next token of each row, over shuffled blocks."""
-    blocks = -(-context // block_size)
-    cache = torch.empty(2, batch * blocks, heads.kv, block_size, heads.size, dtype=torch.bfloat16).fill_(0.5)
-    query = torch.randn(batch, heads.query, heads.size).bfloat16()
-    tables = torch.randperm(batch * blocks, dtype=torch.int32).view(batch, blocks)
-    starts, lengths = torch.arange(batch + 1, dtype=torch.int32), torch.full((batch,), context, dtype=torch.int32)
-    rule = ScoreRule(heads.size**-0.5)
-    return lambda implementation: implementation.paged_attention(
-        query, cache, tables, starts, lengths, scores=rule, max_query_len=1, max_seq_len=context
-    )
+    return _attention_of(make_problem([(1, context)] * batch, heads, torch.bfloat16, "cpu", block_size=block_size))
 
 
-def _prefills(kernels: Implementation, arguments: argparse.Namespace) -> list[Series]:
-    return [
-        each for heads in MODELS for tokens in arguments.prompts for each in _prefill(kernels, heads, tokens, arguments)
-    ]
+def _attention_of(problem: AttentionProblem) -> Callable[[Implementation], torch.Tensor]:
+    rule = ScoreRule(problem.query.shape[-1] ** -0.5)
+    return lambda implementation: implementation.paged_attention(*problem.tensors, scores=rule, **problem.limits)
 
 
-def _prefill(kernels: Implementation, heads: Heads, tokens: int, arguments: argparse.Namespace) -> list[Series]:
+def _prefill(kernels: Implementation, heads: Heads, tokens: int, runs: int) -> list[Series]:
     """Milliseconds for a prompt. torch has contiguous keys, and a copy for each query head."""
-    blocks = -(-tokens // _BLOCK_SIZE)
-    cache = torch.randn(2, blocks, heads.kv, _BLOCK_SIZE, heads.size).bfloat16()
-    query = torch.randn(tokens, heads.query, heads.size).bfloat16()
-    tables = torch.randperm(blocks, dtype=torch.int32)[None]
-    starts, lengths = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    attend = _attention_of(make_problem([(tokens, tokens)], heads, torch.bfloat16, "cpu"))
     dense = torch.randn(3, 1, heads.query, tokens, heads.size).bfloat16().unbind()
-    rule = ScoreRule(heads.size**-0.5)
-
-    def attend(implementation: Implementation) -> Callable[[], object]:
-        return lambda: implementation.paged_attention(
-            query, cache, tables, starts, lengths, scores=rule, max_query_len=tokens, max_seq_len=tokens
-        )
-
     contestants: Contestants = {
-        "kernels": attend(kernels),
+        "kernels": lambda: attend(kernels),
         "torch on contiguous tensors": lambda: functional.scaled_dot_product_attention(
             dense[0], dense[1], dense[2], is_causal=True
         ),
-        "plain torch": attend(reference),
+        "plain torch": lambda: attend(reference),
     }
-    return _report(f"prefill, {heads}, {tokens} tokens", contestants, arguments.runs)
+    return _report(f"prefill, {heads}, {tokens} tokens", contestants, runs)
 
 
-def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[Series]:
+def _product(kernels: CpuKernels, layer: "Layer", tokens: int, runs: int) -> list[Series]:
     """Milliseconds of one product, and gigabytes a second of a plain sum."""
     count, contestants = make_products(kernels, layer, tokens)
     numbers = torch.ones(_MEGABYTES * 2**18)
@@ -170,17 +129,60 @@ def _product(kernels: CpuKernels, layer: Layer, tokens: int, runs: int) -> list[
     return [*series, rates]
 
 
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One product of a layer, by its sizes, and how many of it a model has."""
+
+    name: str
+    out_features: int
+    in_features: int
+    count: int
+
+
+def products_of(shape: str) -> tuple[Layer, ...]:
+    """All products of a forward pass of a shape that is built as LLaMA."""
+    config = SHAPES[shape]
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    layers, kv_heads = config["num_hidden_layers"], config.get("num_key_value_heads", heads)
+    return (
+        Layer("query, key, value", hidden // heads * (heads + 2 * kv_heads), hidden, layers),
+        Layer("attention output", hidden, hidden, layers),
+        Layer("gate and up", 2 * inner, hidden, layers),
+        Layer("down", hidden, inner, layers),
+        Layer("head", config["vocab_size"], hidden, 1),
+    )
+
+
+def make_products(kernels: CpuKernels, layer: Layer, tokens: int) -> tuple[int, Contestants]:
+    """The number of products of a call, and the contestants' calls: our kernel, plain torch, and oneDNN with packed
+    weights if the processor has the instructions for it.
+
+    With few tokens a call runs over weights of 256 MB in all, so that they come from memory as in a step; with many
+    tokens it runs over a part of them.
+    """
+    of_one = layer.out_features * layer.in_features * 2
+    count = max(1, _MEGABYTES * 2**20 // of_one * 64 // max(tokens, 64) // (1 if tokens <= 64 else 4))
+    weights = [torch.randn(layer.out_features, layer.in_features).bfloat16() for _ in range(count)]
+    ours = [kernels.pack_weight(weight, False, Quantization.NONE) for weight in weights]
+    x = torch.randn(tokens, layer.in_features).bfloat16()
+    contestants: Contestants = {
+        "kernels": lambda: [kernels.product(x, weight, None, "identity", torch.bfloat16) for weight in ours],
+        "plain torch": lambda: [functional.linear(x, weight) for weight in weights],
+    }
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = [torch.ops.mkldnn._reorder_linear_weight(weight, None) for weight in weights]
+        one_dnn = torch.ops.mkldnn._linear_pointwise.default
+        contestants["oneDNN"] = lambda: [one_dnn(x, weight, None, "none", [], "") for weight in packed]
+    return count, contestants
+
+
 def _pointwise(kernels: Implementation, runs: int) -> list[Series]:
-    return [
-        each
-        for tokens in (1, 64, 512)
-        for name, operation in _operations(tokens).items()
-        for each in _report(
-            f"{name}, {tokens} tokens",
-            {"kernels": lambda call=operation: call(kernels), "plain torch": lambda call=operation: call(reference)},
-            runs,
-        )
-    ]
+    series = []
+    for tokens in (1, 64, 512):
+        for name, operation in _operations(tokens).items():
+            contestants = {"kernels": partial(operation, kernels), "plain torch": partial(operation, reference)}
+            series += _report(f"{name}, {tokens} tokens", contestants, runs)
+    return series
 
 
 def _operations(tokens: int) -> dict[str, Callable[[Implementation], object]]:

@@ -73,10 +73,7 @@ def _write_file(shape: str, form: str, file: Path, sources: Path, programs: Path
     converted = file.with_name(f"{shape}-BF16.gguf")
     if not converted.exists():
         model = model_of(shape, file.parent, whole_vocabulary=True)
-        _run(sys.executable, "-c", _CONVERT, str(sources), str(model), "--outfile", str(converted), "--outtype", "bf16")
+        flags = ["--outfile", str(converted), "--outtype", "bf16"]
+        subprocess.run([sys.executable, "-c", _CONVERT, str(sources), str(model), *flags], check=True)
     if file != converted:
-        _run(f"{programs}/llama-quantize", str(converted), str(file), form, "2")
-
-
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True)
+        subprocess.run([f"{programs}/llama-quantize", str(converted), str(file), form, "2"], check=True)

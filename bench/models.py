@@ -11,6 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from quire.model_files.model_source import resolve_model
 
+# Weights are large enough for texts that do not repeat themselves at once.
+_TINY = {
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 40960,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-160m": {
         "model_type": "llama",
@@ -112,36 +123,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 2,
         "max_position_embeddings": 2048,
     },
-    # Two of many layers, and weights that are large enough for texts that do not repeat themselves at once.
-    "qwen3.5-tiny": {
+    "qwen3.5-tiny": _TINY
+    | {
         "model_type": "qwen3_5_text",
-        "vocab_size": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 16,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 32,
-        "initializer_range": 0.2,
-        "max_position_embeddings": 40960,
     },
-    "lfm2-tiny": {
-        "model_type": "lfm2",
-        "vocab_size": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "layer_types": ["conv", "full_attention", "conv"],
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.2,
-        "max_position_embeddings": 40960,
-    },
+    "lfm2-tiny": _TINY | {"model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
     "gpt-oss-cut": {
         "model_type": "gpt_oss",
         "vocab_size": 201088,

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -51,39 +52,31 @@ class Pace(Enum):
     """The thread that launches steps: a step begins once that thread wakes up and reports the result, as on the CPU."""
 
 
+@dataclass(frozen=True, slots=True)
 class PacedStep:
-    """A step that ends at a given time."""
+    """A step that ends at a given time, in seconds of `time.perf_counter`."""
 
-    def __init__(
-        self,
-        step: Step,
-        queue_us: int,
-        started: float,
-        ends: float,
-        seals: SealInventory,
-        number: int,
-        clock: StepClock,
-    ) -> None:
-        self._step = step
-        self._queue_us = queue_us
-        self._started, self._ends = started, ends
-        self._seals = seals
-        self._number = number
-        self._clock = clock
+    step: Step
+    queue_us: int
+    started: float
+    ends: float
+    seals: SealInventory
+    number: int
+    clock: StepClock
 
     def wait(self) -> StepOutput:
-        time.sleep(max(self._ends - time.perf_counter(), 0))
-        self._seals.add(self._step.sealed, self._number)
-        rows = self._step.batch.samples[:, 0]
-        model_us = int((time.perf_counter() - self._started) * 1e6)
+        time.sleep(max(self.ends - time.perf_counter(), 0))
+        self.seals.add(self.step.sealed, self.number)
+        rows = self.step.batch.samples[:, 0]
+        model_us = int((time.perf_counter() - self.started) * 1e6)
         return StepOutput(
-            step_id=self._step.step_id,
+            step_id=self.step.step_id,
             rows=rows,
-            token_ids=np.full(len(rows), self._clock.token_at(time.monotonic()), np.int32),
+            token_ids=np.full(len(rows), self.clock.token_at(time.monotonic()), np.int32),
             logprobs=None,
             candidates=(),
             failed_rows=(),
-            timings=StepTimings(self._queue_us, 0, model_us, 0),
+            timings=StepTimings(self.queue_us, 0, model_us, 0),
         )
 
 

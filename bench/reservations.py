@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -71,8 +71,7 @@ def main(arguments: argparse.Namespace) -> None:
             Series(f"{system}, requests that run", "requests", tuple(run.batched for run in measured)),
             Series(f"{system}, requests that run, simulated", "requests", (batched,)),
         ]
-    for each in series:
-        print(each)
+    print(*series, sep="\n")
     facts = {"residual": str(costs.residual), "slots": engine.config.num_blocks * _BLOCK_SIZE}
     write_results(arguments.out, "reservations on a real worker", series, **facts)
 
@@ -99,35 +98,30 @@ def _settings(model: Path, arguments: argparse.Namespace) -> WorkerSettings:
     )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """One run: tokens a second, requests that ran by step, and the steps."""
+    """One run: tokens a second, the mean number of requests that ran in a step, and the steps."""
 
-    rate: float = 0.0
-    running: list[int] = field(default_factory=list[int])
-    steps: list[TracedStep] = field(default_factory=list[TracedStep])
-
-    @property
-    def batched(self) -> float:
-        return statistics.fmean(self.running)
+    rate: float
+    batched: float
+    steps: list[TracedStep]
 
 
 def measure(engine: InProcessEngine, load: Sequence[LoadRequest], make_blocks: MakeBlocks) -> Run:
     """Runs a load on the worker."""
-    run = Run()
+    running, steps = list[int](), list[TracedStep]()
     last = time.perf_counter()
 
     def look(scheduler: Scheduler, plan: StepPlan) -> None:
         nonlocal last
         now = time.perf_counter()
         # The next step begins when this one is over: one process computes all.
-        run.steps.append(TracedStep(last, last, now, StepWork.of(plan)))
+        steps.append(TracedStep(last, last, now, StepWork.of(plan)))
         last = now
-        run.running.append(len(scheduler.running))
+        running.append(len(scheduler.running))
 
     seconds = engine.run(load, make_blocks=make_blocks, look=look)
-    run.rate = sum(request.output_len or 0 for request in load) / seconds
-    return run
+    return Run(sum(request.output_len or 0 for request in load) / seconds, statistics.fmean(running), steps)
 
 
 def predict(config: SchedulerConfig, costs: Measured, load: Sequence[LoadRequest], system: str) -> tuple[float, float]:

@@ -1,9 +1,6 @@
 """Drives the scheduler's core without a worker: a rule answers its steps, only with arrays, which is fast enough for
 millions of requests."""
 
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,15 +8,11 @@ import numpy as np
 from quire.messages.logprob_columns import LogprobColumns
 from scheduler_svc.core.beam_search import Candidates
 from scheduler_svc.core.request import ClientId, Handle, Request, RequestKey, RowSampling
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult
+from scheduler_svc.core.step import SampleLogprobs, StepPlan, StepResult
 
 CLIENT = ClientId(0)
 VOCAB_SIZE = 53
 """A prime, so that candidates that lie a fixed distance apart are distinct."""
-
-Source = Callable[[StepPlan], StepResult]
-"""Computes the answer of a worker to a step."""
 
 
 class RuleSource:
@@ -62,48 +55,6 @@ class RuleSource:
         if not self._fail_every or step_id % self._fail_every or not len(rows):
             return {}
         return {int(rows[step_id % len(rows)]): "fails by rule"}
-
-
-class Drive:
-    """A scheduler, and the results that it has not got yet. `clock` is the time in seconds."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        source: Source,
-        max_in_flight: int = 2,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.scheduler = scheduler
-        self._source = source
-        self._max_in_flight = max_in_flight
-        self._clock = clock
-        self._results: deque[StepResult] = deque()
-
-    def plan(self) -> StepPlan | None:
-        """Plans one more step; returns None if enough steps are in flight or there is nothing to compute."""
-        if len(self._results) >= self._max_in_flight:
-            return None
-        plan = self.scheduler.schedule(self._clock())
-        if plan is not None:
-            self._results.append(self._source(plan))
-        return plan
-
-    def deliver(self) -> Mapping[ClientId, ClientEvents]:
-        """Applies the oldest result. RuntimeError if none is left: the scheduler has nothing to do, or is stuck."""
-        if not self._results:
-            raise RuntimeError("no step is in flight")
-        return self.scheduler.apply(self._results.popleft(), self._clock())
-
-    def lose_worker(self) -> None:
-        """Loses all steps in flight, as when a worker dies."""
-        self._results.clear()
-        self.scheduler.void_in_flight(self._clock())
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no result is left to apply."""
-        return not self._results
 
 
 def key_of(index: int) -> RequestKey:

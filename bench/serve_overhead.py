@@ -8,7 +8,6 @@ intervals whether earlier ones are answered or not, and latency counts from when
 
 import argparse
 import asyncio
-import json
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 from bench.report import Series, write_results
 from bench.servers import named_server
-from bench.serving import model_of
+from bench.serving import model_of, post_request
 from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
 from quire_cli.supervisor.commands import Programs
@@ -56,10 +55,8 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 async def _measure(name: str, address: str, model: str, arguments: argparse.Namespace) -> list[Series]:
-    answer = {"max_tokens": arguments.tokens, "temperature": 0, "ignore_eos": True}
-    body = json.dumps({"model": model, "prompt": "Once", **answer})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
-    request = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    fields = {"max_tokens": arguments.tokens, "temperature": 0, "ignore_eos": True}
+    request = post_request(address, "/v1/completions", {"model": model, "prompt": "Once", **fields})
     found: list[Series] = []
     callers = Callers(address, request)
     await callers.latencies_ms(50, _WARM_UP_S)

@@ -10,8 +10,7 @@ import sys
 from dataclasses import asdict
 
 from bench.report import Series, write_results
-from bench.soak_mix import SHARES
-from bench.soak_run import Mark, SoakRun
+from bench.soak_run import SHARES, Mark, SoakRun
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
 
 _WARM_UP = 0.1
@@ -37,7 +36,8 @@ def main(arguments: argparse.Namespace) -> None:
     for mark in run.marks():
         print(mark, flush=True)
         marks.append(mark)
-    growth = growth_mib(marks)
+    warm = next(mark for mark in marks if mark.num_requests >= _WARM_UP * arguments.requests)
+    growth = marks[-1].resident_mib - warm.resident_mib
     faults = run.faults()
     if growth > arguments.max_growth_mib:
         faults.append(f"memory grew by {growth:.2f} MiB; the bound is {arguments.max_growth_mib} MiB")
@@ -52,12 +52,6 @@ def main(arguments: argparse.Namespace) -> None:
     write_results(arguments.out, "a long run of every kind of request through the core", series, **facts)
     if faults:
         sys.exit(1)
-
-
-def growth_mib(marks: list[Mark]) -> float:
-    """Growth of memory from the end of the warm-up to the end."""
-    warm = next(mark for mark in marks if mark.num_requests >= _WARM_UP * marks[-1].num_requests)
-    return marks[-1].resident_mib - warm.resident_mib
 
 
 def _config(arguments: argparse.Namespace) -> SchedulerConfig:

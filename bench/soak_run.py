@@ -1,22 +1,24 @@
-"""One long run of the scheduler's core, with all disturbances from outside."""
+"""One long run of the scheduler's core: requests of every kind, with short lengths, in an order that the seed decides,
+and all disturbances from outside."""
 
 import gc
 import random
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from bench.rule_source import Drive, RuleSource
-from bench.soak_mix import prefixes, requests, tenant
+from bench.rule_source import VOCAB_SIZE, RuleSource, key_of
 from scheduler_svc.core import invariants
+from scheduler_svc.core.beam_search import BeamParameters
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.request import QueueFullError, RefusedError, Request
+from scheduler_svc.core.request import QueueFullError, RefusedError, Request, RowSampling
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step import StepResult
 
 
 def resident_bytes() -> int:
@@ -25,6 +27,18 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
+SHARES: Mapping[str, float] = {
+    "greedy": 0.5,
+    "stops": 0.15,
+    "prefix": 0.2,
+    "samples": 0.08,
+    "best_of": 0.04,
+    "beams": 0.03,
+}
+"""Shares of all requests by kind."""
+_NUM_TENANTS = 5
+_ONE_TIME_TENANTS = 0.01
+_NUM_PREFIXES, _PREFIX_LEN = 64, 24
 _NUM_MARKS = 20
 _ABORT, _ABORT_SEQUENCE, _PREEMPT, _PIN, _UNPIN = 0.03, 0.01, 0.005, 0.002, 0.001
 """Probability of each disturbance, per submitted request."""
@@ -72,8 +86,9 @@ class SoakRun:
         self._num_requests = num_requests
         self._seed = seed
         self._rng = random.Random(seed + 1)
-        self._drive = Drive(self.scheduler, RuleSource(config.max_num_seqs, _FAIL_EVERY), clock=self._now)
-        self._prefixes = prefixes(seed)
+        self._source = RuleSource(config.max_num_seqs, _FAIL_EVERY)
+        self._in_flight: deque[StepResult] = deque()
+        self._prefixes = _prefixes(seed)
         self._recent: deque[Request] = deque(maxlen=128)
         self._pins: deque[tuple[str, str]] = deque(maxlen=32)
         """Tenant and id of the newest pins."""
@@ -84,7 +99,7 @@ class SoakRun:
         end. Checks the invariants at each mark; raises InvariantViolationError."""
         started = time.perf_counter()
         every = max(self._num_requests // _NUM_MARKS, 1)
-        for number, request in enumerate(requests(self._num_requests, self._seed), start=1):
+        for number, request in enumerate(_requests(self._num_requests, self._seed), start=1):
             self._submit(request)
             self._disturb()
             if number % every == 0 and number < self._num_requests:
@@ -121,14 +136,18 @@ class SoakRun:
                 return
 
     def _step(self) -> bool:
-        """Plans a step, or applies a result if none can be planned. Returns whether anything was left to do."""
-        if self._drive.plan() is not None:
+        """Plans a step, or applies the oldest result if two steps are in flight or nothing can be computed. Returns
+        whether anything was left to do."""
+        plan = self.scheduler.schedule(self._now()) if len(self._in_flight) < 2 else None
+        if plan is not None:
+            self._in_flight.append(self._source(plan))
             if self.scheduler.num_steps % _LOSE_WORKER_EVERY == 0:
-                self._drive.lose_worker()
-            return True
-        if self._drive.is_idle:
+                self._in_flight.clear()
+                self.scheduler.void_in_flight(self._now())
+        elif self._in_flight:
+            self.scheduler.apply(self._in_flight.popleft(), self._now())
+        else:
             return False
-        self._drive.deliver()
         return True
 
     def _disturb(self) -> None:
@@ -146,7 +165,7 @@ class SoakRun:
             self.scheduler.unpin(*self._rng.choice(self._pins))
 
     def _pin(self) -> None:
-        owner = tenant(self._rng.randrange(100))
+        owner = _tenant(self._rng.randrange(100))
         # A quota or the queue may be full.
         with suppress(RefusedError):
             time_to_live = self._rng.randint(1, _LONGEST_PIN)
@@ -162,3 +181,43 @@ class SoakRun:
         scheduler, seconds = self.scheduler, time.perf_counter() - started
         counts = (scheduler.num_steps, scheduler.num_preemptions, scheduler.num_swap_outs, self._num_pins)
         return Mark(num_requests, seconds, *counts, self._memory_in_use() / 2**20)
+
+
+def _prefixes(seed: int) -> list[list[int]]:
+    """Prefixes that many prompts share."""
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(_PREFIX_LEN)] for _ in range(_NUM_PREFIXES)]
+
+
+def _requests(count: int, seed: int) -> Iterator[Request]:
+    """`count` requests with keys from 0 on. The same for the same arguments."""
+    rng, shared = random.Random(seed), _prefixes(seed)
+    for index in range(count):
+        (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
+        yield _request(index, kind, shared, rng)
+
+
+def _request(index: int, kind: str, shared: list[list[int]], rng: random.Random) -> Request:
+    prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 40))]
+    if kind == "prefix":
+        prompt = rng.choice(shared) + prompt
+    width = rng.randint(2, 4) if kind in ("samples", "best_of", "beams") else 1
+    comes_once = rng.random() < _ONE_TIME_TENANTS
+    return Request(
+        key_of(index),
+        str(index),
+        prompt,
+        RowSampling(seed=index),
+        max_tokens=rng.randint(1, 24),
+        stop_token_ids=frozenset(rng.sample(range(VOCAB_SIZE), 4)) if kind in ("stops", "beams") else frozenset(),
+        tenant=f"once {index}" if comes_once else _tenant(index),
+        num_sequences=width,
+        num_returned=1 if kind in ("best_of", "beams") else width,
+        priority=rng.randint(-2, 2),
+        beam=BeamParameters(width) if kind == "beams" else None,
+    )
+
+
+def _tenant(index: int) -> str:
+    """A tenant that comes again and again."""
+    return f"tenant {index % _NUM_TENANTS}"

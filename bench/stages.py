@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
-from bench.filled_pool import fill_pool
 from bench.models import write_model
 from bench.peak import Peak
 from bench.report import Series, write_results
+from kernels import ops
+from kernels.checks import dtype_written_to
 from kernels.cpu.bindings import ProductShape
 from kernels.cpu.library import Operation
 from kernels.packed_weight import Quantization
@@ -164,7 +165,7 @@ class Passes:
         caches = pool.layers_of(model)
         if caches.pages is not None:
             caches.pages.view(torch.float32).normal_()
-        fill_pool(tuple(caches.kv_caches), model.head_dim)
+        fill_pool(caches.kv_caches, model.head_dim)
         num_tokens = num_rows * num_new
         room_rows = num_rows * self._rows_each
         self._room = room_for(model, pool, blocks * _BLOCK_SIZE, num_tokens=num_tokens, num_rows=room_rows)
@@ -215,6 +216,24 @@ class Passes:
         of_row = self.num_new // self._rows_each
         attention.query_start_loc.copy_(torch.arange(num_rows * self._rows_each + 1) * of_row)
         attention.seq_lens.copy_(last[of_row - 1 :: of_row] + 1)
+
+
+def fill_pool(layers: Sequence[torch.Tensor], head_dim: int) -> None:
+    """Writes keys and values, or latents, of a normal distribution to all blocks, as in service.
+
+    Args:
+        layers: [lines_per_token, num_blocks, num_kv_heads, block_size, D] each, or a packed form of D in a pool of
+            another dtype.
+    """
+    for layer in layers:
+        num_lines, num_blocks, num_heads, block_size, _ = layer.shape
+        shape = num_blocks * block_size, num_heads, head_dim
+        dtype = dtype_written_to(layer) or torch.bfloat16
+        lines, slots = [torch.randn(shape).to(dtype) for _ in range(num_lines)], torch.arange(shape[0])
+        if num_lines == 1:
+            ops.cache_latents(lines[0], layer, slots)
+        else:
+            ops.reshape_and_cache(lines[0], lines[1], layer, slots)
 
 
 def measure(passes: Passes, batch: int, runs: int, quantization: str) -> tuple[list[Stage], Machine]:

@@ -27,6 +27,7 @@ import httpx
 from bench.cluster import services_of
 from bench.report import Series, median_ratio, write_results
 from bench.serving import free_ports, model_of, quire_serve, served
+from bench.step_trace import device_seconds, read_events
 
 _TINY, _SHAPE = ("qwen3.5-tiny", "lfm2-tiny"), "qwen3.5-0.8b"
 _TIMEOUT_S = 600
@@ -82,9 +83,8 @@ class Server:
         return round(self.metric('quire_scheduler_gpu_blocks{state="used"}'))
 
     def traced(self, name: str) -> list[dict[str, Any]]:
-        """Events of this name in the trace of steps. For a server that has ended, which writes the rest."""
-        events = (json.loads(line.rstrip(",")) for line in self.trace.read_text().splitlines() if line.endswith(","))
-        return [each for each in events if each["name"] == name]
+        """Events of this name in the trace of steps, for a server that has ended."""
+        return [each for each in read_events(self.trace) if each["name"] == name]
 
 
 def ask(
@@ -280,11 +280,7 @@ def _first_token(figures: Figures, arguments: argparse.Namespace) -> None:
     with _serve(arguments.files, _SHAPE, "first-token", *_ONE_STREAM, "--speculate=off") as server:
         ask(server.url, old, 1)
         turns = [ask(server.url, old + _words(num_new, index), 1) for index in rounds]
-    seconds = dict[int, float]()
-    for part in ("cache operations", "model", "sample"):
-        for each in server.traced(part):
-            number = each["args"]["step"]
-            seconds[number] = seconds.get(number, 0.0) + each["dur"] / 1e6
+    seconds = device_seconds(read_events(server.trace))
     plans = [each["args"] for each in server.traced("plan")]
     # The last step of each prompt.
     cold, *steps = (seconds[each["step"]] for each in plans if each["num_samples"] and each["context_tokens"] > num_old)

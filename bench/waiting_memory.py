@@ -32,7 +32,16 @@ class WaitingMemory:
 
 def measure_waiting(count: int) -> WaitingMemory:
     """Submits `count` requests to a scheduler that never plans a step."""
-    scheduler = Scheduler(_config(count))
+    config = SchedulerConfig(
+        num_blocks=1024,
+        block_size=16,
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        max_model_len=2048,
+        max_waiting_requests=count,
+        max_waiting_tokens=count * _PROMPT_LEN,
+    )
+    scheduler = Scheduler(config)
     rng = random.Random(0)
     prompts = [array("i", (rng.randrange(_VOCAB_SIZE) for _ in range(_PROMPT_LEN))) for _ in range(count)]
     tracemalloc.start()
@@ -47,18 +56,6 @@ def measure_waiting(count: int) -> WaitingMemory:
         sizes[_short(each.traceback[0].filename)] += each.size
     by_file = {name: size / count for name, size in sizes.most_common() if size >= count}
     return WaitingMemory(count, _PROMPT_LEN, sizes.total() / count, by_file)
-
-
-def _config(count: int) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_blocks=1024,
-        block_size=16,
-        max_num_seqs=256,
-        max_num_batched_tokens=2048,
-        max_model_len=2048,
-        max_waiting_requests=count,
-        max_waiting_tokens=count * _PROMPT_LEN,
-    )
 
 
 def _short(filename: str) -> str:

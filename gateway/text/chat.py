@@ -119,7 +119,7 @@ class ChatTemplate:
         if "thinking" in source and self._tried(_REASONED, self._calls_as) is None:
             self._calls_as = replace(self._calls_as, has_thinking=False)
         self.tool_format = tool_format_of(
-            self.calls, self._told() if self.calls is None and "tools" in self.variables else ""
+            self.calls, self._prompt_with_tools() if self.calls is None and "tools" in self.variables else ""
         )
         own = None if self.calls is None else self.calls.shape
         self._call_shape = own or SHAPES.get(self.tool_format or JSON_LIST, SHAPES[JSON_LIST])
@@ -179,7 +179,7 @@ class ChatTemplate:
         content = f"{message.content}\n{calls}" if message.content else calls
         return replace(message, content=content, tool_calls=())
 
-    def _told(self) -> str:
+    def _prompt_with_tools(self) -> str:
         """The prompt of a conversation with tools; empty if it is refused, or if it is the same without tools."""
         with_tools, without = (self._tried(ChatPrompt(_TEXT.messages, tools), _CallsAs()) for tools in (_PROBED, ()))
         return "" if with_tools is None or with_tools == without else with_tools

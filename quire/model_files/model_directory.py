@@ -392,7 +392,9 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     for text, token_id in added_tokens.items():
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
             file = path / "added_tokens.json"
-            raise ConfigurationError(f"{file} gives {text!r:.80} the token id {token_id!r:.80}")
+            raise ConfigurationError(
+                f"{file} gives {text!r:.80} the token id {token_id!r:.80}; expected a whole number from 0 on"
+            )
     return config | special | ({"added_tokens": added_tokens} if added_tokens else {})
 
 
@@ -496,7 +498,7 @@ def _configured_eos(path: Path, config: dict[str, Any], generation_config: dict[
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-            raise ConfigurationError(f"eos_token_id {token_id!r} of {path} is not a token id")
+            raise ConfigurationError(f"eos_token_id of {path} is {token_id!r:.80}; expected whole numbers from 0 on")
     return tuple(dict.fromkeys(ids))
 
 
@@ -527,5 +529,5 @@ def _chat_templates(path: Path, tokenizer_config: dict[str, Any]) -> dict[str, s
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
     for text in named.values():
         if text is not None and not isinstance(text, str):
-            raise ConfigurationError(f"chat_template in {source} is not a text")
+            raise ConfigurationError(f"chat_template in {source} is {text!r:.80}; expected a text")
     return {name: text for name, text in named.items() if text is not None}

@@ -91,12 +91,12 @@ class BlockManager(BlockTables[Sequence]):
     def reuse(self, sequence: Sequence, blocks: list[BlockId]) -> None:
         super().reuse(sequence, blocks)
         groups, end = range(self.num_groups), len(blocks) // self.num_groups
-        tell(self.pool.log, groups, sequence, 0, end)
+        log_blocks(self.pool.log, groups, sequence, 0, end)
         if self.states.size and (start := sequence.cached_start) is not None:
             # Noted here, not at each lookup: a lookup changes nothing that a replay would have to repeat.
             sequence.partings.add(start.num_found * self.block_size)
             self.states.begin(sequence, start.checkpoint, self.take)
-            tell(self.pool.log, self.names.of_state, sequence, max(end - 1, 0), end)
+            log_blocks(self.pool.log, self.names.of_state, sequence, max(end - 1, 0), end)
         sequence.cached_start = None
 
     def save(self, block: BlockId) -> BlockId:
@@ -205,7 +205,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.seal(block, name)
             sealed.append((block, name))
         self.sealed_by_step += sealed
-        tell(self.pool.log, range(self.num_groups), sequence, start, end, sealed)
+        log_blocks(self.pool.log, range(self.num_groups), sequence, start, end, sealed)
         self.host.pool.free([host for _, host, _ in found])
         self.host.counts.from_host += len(found)
         return [*shared, *(block for block in blocks if block is not None)]
@@ -265,13 +265,13 @@ class BlockManager(BlockTables[Sequence]):
         pairs = [(block, name) for block, name in pairs if block not in self.blank] if self.blank else pairs
         # A sequence that continues from a checkpoint computes blocks behind it again.
         sealed = [(block, name) for block, name in pairs if self.pool.seal(block, name, takes_over=True)]
-        tell(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
+        log_blocks(self.pool.log, range(self.num_groups), sequence, first, end, sealed)
         return sealed
 
     def seal_checkpoint(self, checkpoint: Checkpoint) -> list[tuple[BlockId, BlockHash]]:
         """`States.seal`, which is logged."""
         sealed, end = self.states.seal(checkpoint), checkpoint.num_tokens // self.block_size
-        tell(self.pool.log, self.names.of_state, checkpoint.sequence, end - 1, end, sealed)
+        log_blocks(self.pool.log, self.names.of_state, checkpoint.sequence, end - 1, end, sealed)
         return sealed
 
     def missing_hashes(
@@ -490,8 +490,8 @@ def _find(
     is_found: Callable[[BlockHash], bool],
     max_blocks: int = sys.maxsize,
 ) -> list[BlockHash]:
-    """The hashes of the longest start of the sequence, of at most `max_blocks`, whose needed blocks are all found. Its
-    blocks of the full groups before the logical index `first` are known to be."""
+    """The hashes of the longest start of the sequence, of at most `max_blocks`, whose needed blocks are all found. The
+    blocks of the full groups before the logical index `first` are known to be found."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
     for index in range(first, min(blocks.states.num_shareable(sequence), max_blocks)):
         (content,) = sequence.prefix_hashes.between(index, index + 1, sequence.token_ids)
@@ -526,8 +526,9 @@ def _note_full(
 
 
 def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> Iterator[tuple[BlockId, BlockHash]]:
-    """The blocks of all groups, of the first `num_blocks` of the sequence, that are in the pool and that the next
-    tokens read, or one token block before these, up to the first that a full group does not have."""
+    """The sealed blocks of the pool at the start of the sequence, up to `num_blocks` and to the first that a full group
+    lacks: all of the full groups, of the windowed groups the blocks that the tokens from one token block before the end
+    on read, and the last checkpoint."""
     first = blocks.layout.first_block_read(max(num_blocks - 1, 0) * blocks.block_size)
     for index, content in enumerate(sequence.prefix_hashes.first(num_blocks, sequence.token_ids)):
         names = blocks.names.full(content)
@@ -543,7 +544,7 @@ def sealed_start(blocks: BlockManager, sequence: Sequence, num_blocks: int) -> I
         yield from zip(found, blocks.names.state(hashes[end - 1]), strict=True) if end else ()
 
 
-def tell(
+def log_blocks(
     log: CacheLog | None,
     groups: range,
     sequence: Sequence,

@@ -91,10 +91,18 @@ _MAX_CHANGES = 1 << 16
 
 @dataclass(slots=True, eq=False)
 class CachedStart:
-    """The cached blocks found so far at the start of a waiting sequence, in the order of its table; `num_free` of them
-    have no holder. It holds no references: `PrefixIndex.is_current` says whether all of it is still true. `version`
-    changes with it. If there are windowed groups or states, `full` are the blocks of the full groups, `num_found` of
-    each, `blocks` were found among these after `num_seals` seals of the pool, and `checkpoint` at their end."""
+    """The cached blocks found so far at the start of a waiting sequence. It holds no references:
+    `PrefixIndex.is_current` says whether all of it is still true.
+
+    Attributes:
+        version: Changes whenever blocks are found.
+        num_changes: `PrefixIndex.num_changes` when it was last known to be true.
+        full: With windowed groups or states: the blocks of the full groups, `num_found` of each.
+        blocks: The blocks of all groups, in the order of the sequence's table.
+        checkpoint: The blocks of the state after these.
+        num_free: The number of `blocks` and of `checkpoint` that have no holder.
+        num_seals: `PrefixIndex.num_seals` when `blocks` were last found among `full`.
+    """
 
     pool: "PrefixIndex"
     version: int

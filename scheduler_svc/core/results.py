@@ -94,9 +94,13 @@ def _check_counts(step: StepInFlight, result: StepResult) -> Array | None:
         return None
     shapes = {None if each is None else each.shape for each in (num_tokens, num_drafts)}
     if num_tokens is None or num_drafts is None or max_drafts is None or shapes != {step.rows.shape}:
-        raise ValueError(f"the result of step {step.step_id} counts tokens and drafts of other samples than it has")
-    most = np.minimum(max_drafts + 1, num_drafts + result.num_passes)
-    invalid = (num_drafts < 0) | (num_tokens < 1) | (num_tokens > most)
+        sizes = ["no" if each is None else str(each.size) for each in (num_tokens, num_drafts)]
+        raise ValueError(
+            f"the result of step {step.step_id} has {sizes[0]} counts of tokens and {sizes[1]} of drafts; the step has "
+            f"{len(step.rows)} samples{' that may have no drafts' if max_drafts is None else ''}"
+        )
+    max_tokens = np.minimum(max_drafts + 1, num_drafts + result.num_passes)
+    invalid = (num_drafts < 0) | (num_tokens < 1) | (num_tokens > max_tokens)
     if invalid.any():
         raise ValueError(
             f"rows {step.rows[invalid].tolist()} have {num_tokens[invalid].tolist()} tokens and "
@@ -196,7 +200,7 @@ class Results:
             behind = np.arange(len(places)) - (np.cumsum(counts) - counts).repeat(counts)
             tokens, offsets = firsts[places] + behind, offsets[places] + behind
         token_ids = result.token_ids[tokens]
-        self._tell_tokens(rows[places], offsets, tokens, token_ids, result.logprobs)
+        self._report_tokens(rows[places], offsets, tokens, token_ids, result.logprobs)
         table.num_known[rows] = known = known + counts
         ends = token_ids
         if not isinstance(counts, int):
@@ -231,7 +235,7 @@ class Results:
             sequence.num_drafted += int(num_drafts[place])
             sequence.num_accepted += int(num_accepted[place])
 
-    def _tell_tokens(
+    def _report_tokens(
         self, rows: Array, offsets: Array, tokens: Array, token_ids: Array, logprobs: SampleLogprobs | None
     ) -> None:
         """Reports the new tokens of plain sequences, and keeps the log probabilities of sequences to select from."""
@@ -404,11 +408,11 @@ class Results:
         """Completes groups whose sequences have all given back their rows and blocks."""
         for group in groups:
             group.timeline.last_token = self._now
-            self._tell_end(group)
+            self._report_end(group)
         self._running.remove_all(groups)
         self.ended_groups += groups
 
-    def _tell_end(self, group: SequenceGroup) -> None:
+    def _report_end(self, group: SequenceGroup) -> None:
         """Adds the end of a request, and first the sequences that were held back until the selection."""
         if group.beams is not None:
             self._deliver_hypotheses(group, group.beams)

@@ -180,7 +180,7 @@ class StepDraft(batch.StepDraft):
         return np.maximum(self._max_drafts - (self._max_passes - 1), 0)
 
     def lengths(self) -> Iterator[tuple[int, int, int, int]]:
-        """For each row of the step its new tokens, its computed tokens, the least, and its maximum further tokens."""
+        """Row, new tokens, minimum of computed tokens, and maximum of further tokens, for each row of the step."""
         growth = np.zeros_like(self._rows) if self._growth is None else self._growth
         decodes = zip(self._rows.tolist(), self._num_computed.tolist(), growth.tolist(), strict=True)
         yield from ((row, 1, num_computed, further) for row, num_computed, further in decodes)

@@ -353,7 +353,7 @@ def allocate_pool(
         total = (geometry.num_gpu_blocks + geometry.num_host_blocks) * geometry.block_bytes
         raise ConfigurationError(
             f"cannot allocate the KV pool: {geometry.num_gpu_blocks} blocks on {device} and {geometry.num_host_blocks} "
-            f"on the host take {shown_bytes(total)}"
+            f"on the host take {shown_bytes(total)}; set a smaller --kv-cache-memory, --num-gpu-blocks or --swap-space"
         ) from error
     if seals is not None:
         # An earlier start may have had fewer of these blocks, and sequences there.
@@ -401,7 +401,7 @@ def _populate(
     """Populates the first `end` bytes of keys and of values of all layers, in the order in which blocks are handed out.
 
     Args:
-        end, half: of a layer that has `half` bytes of keys; of one that has fewer, as large a part.
+        end, half: for a layer with `half` bytes of keys; the same share of a layer with fewer bytes.
         fill: populates some bytes of a layer.
         is_released: It stops where this is set.
         rest: After each part it sleeps this many times as long as the part took.
@@ -415,7 +415,8 @@ def _populate(
         num_bytes = min(_POPULATED_AT_ONCE, end - start)
         left = available_memory()
         if left is not None and left < _KEPT_FREE + 2 * num_bytes * len(layers):
-            _logger.warning("memory runs short: %d bytes are available, and the KV pool will take more of it", left)
+            warning = "memory runs short: %s are available, and the KV pool will take more; lower --kv-cache-memory"
+            _logger.warning(warning, shown_bytes(left))
             return False
         for layer in layers:
             started_at = clock.monotonic()

@@ -254,7 +254,7 @@ class LaunchedStep:
             columns.refuse(
                 excluded,
                 "sampling.constraint or sampling.thinking_token_budget: no token may follow that allowed_token_ids and "
-                "bad_words leave, or the model's generation_config.json excludes it",
+                "bad_words leave, or the model's generation_config.json excludes all such tokens; relax one of them",
             )
 
 
@@ -282,8 +282,8 @@ class ModelRunner:
 
         Args:
             drafter: guesses up to `limits.max_drafts` further tokens of a sample.
-            multi_step_s: decodes go on for so long, up to `limits.max_passes` times. Both are for a model on the CPU,
-                and the latter for one without further ranks.
+            multi_step_s: seconds for which the decodes of a step may go on, up to `limits.max_passes` passes; for one
+                rank. Both are for a model on the CPU.
             draft_model: whose layers the pool has, too; guesses where the drafter has no guess.
         """
         self._model = model
@@ -408,10 +408,10 @@ class ModelRunner:
     def _run_on(self, batch: Batch, first: "ModelPass", stopwatch: Stopwatch) -> Sequence["ModelPass"]:
         """Runs the first pass of a batch of decodes, and further passes while they fit the time."""
         passes, elapsed_s, num_rows, drafts = [first], stopwatch.elapsed_s, len(batch.rows), self._drafts
-        assert drafts is not None, "what counts the tokens of rows that run on"
+        assert drafts is not None, "several passes need the drafts' counts of tokens"
         self._pass_times.record_pass(num_rows, elapsed_s, first.num_drafts, is_first=True)
         run: DecodeRun | None = None
-        # Their newest tokens before the step.
+        # The position of each row's newest token before the step.
         samplers, kept = batch.samples[:, 0], first.kept
         newest = drafts.num_tokens(samplers) - (1 if kept is None else kept.num_tokens) - 1
         while elapsed_s + self._pass_times.expected_s(num_rows) <= self._multi_step_s:

@@ -68,13 +68,14 @@ class DecoderConfig:
     """The window of each layer; None for the whole context."""
     max_model_len: int
     latent: LatentConfig | None = None
-    """The sizes of latent attention: then `num_kv_heads` is 1, and `head_dim` the numbers of a line in the pool. None
-    for heads of key and value."""
+    """The sizes of latent attention (MLA): then `num_kv_heads` is 1, and `head_dim` the number of elements of a line in
+    the pool. None for heads of key and value."""
     full_heads: tuple[int, int] | None = None
     """The number of heads of key and the head size of layers without a window, if they differ from `num_kv_heads` and
     `head_dim`. Then `rope` is for these heads, and `sliding_rope` for the others."""
     num_shared_layers: int = 0
-    """The last layers, without keys of their own: each reads the keys of the last layer before them with its window."""
+    """The number of last layers without keys of their own: each reads the keys of the last earlier layer that has the
+    same window."""
     values_are_keys: frozenset[int] = frozenset()
     """Layers whose values are their keys, before the norms of both."""
     norms_values: bool = False
@@ -151,7 +152,7 @@ class DecoderConfig:
     unrotated_layers: frozenset[int] = frozenset()
     """Layers whose query and key are not rotated."""
     rotates_neighbours: bool = False
-    """Whether a rotation turns dimension 2i with 2i + 1, instead of i with i + half of the rotated ones."""
+    """Whether RoPE is interleaved: it rotates dimension 2i with 2i + 1, instead of i with i + half of the rotated."""
     query_growth: tuple[float, int] | None = None
     """(b, n): queries are multiplied by 1 + b log(1 + position // n)."""
 

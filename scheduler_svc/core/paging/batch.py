@@ -83,7 +83,7 @@ class RowTable(Generic[S]):
 
     def decoding(self) -> Array:
         """Rows whose input is their own last sample, int64[n], rising."""
-        return rows[self._can_compute()[rows]] if len(rows := (self.active & ~self.prefills).nonzero()[0]) else rows
+        return (self._can_compute() & ~self.prefills).nonzero()[0]
 
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""

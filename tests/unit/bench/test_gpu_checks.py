@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from bench import gpu_checks
+from bench.attention_problems import Heads, expected_attention, make_problem
 from bench.gpu_checks import LIMITS, Check, check_groups, compare
 from bench.gpu_model import config_of, make_model, step_bytes
-from bench.gpu_problems import Heads, expected_attention, make_problem
 from bench.gpu_steps import NUM_STEPS, DecodeRun
 from kernels import reference
 from kernels.backends import GpuOperations

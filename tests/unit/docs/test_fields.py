@@ -17,7 +17,8 @@ from gateway.api.responses.read_response import InputBody, ResponseBody
 from tests.support.documents import explained_names
 
 DOCS = Path(__file__).parents[3] / "docs"
-COMMON, COMPLETIONS, CHATS = "Fields of both", "Fields of completions", "Fields of chat completions"
+COMMON = "Fields of completions and chats"
+COMPLETIONS, CHATS = "Fields of completions", "Fields of chat completions"
 OF_RESPONSES = ("Fields of responses", "Refused in responses", "Accepted without effect in responses")
 
 

@@ -10,9 +10,14 @@ from kernels.reference import ScoreRule
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    query: int = 32
-    kv: int = 8
-    size: int = 128
+    """The shape of a model's attention."""
+
+    query: int
+    kv: int
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.query}/{self.kv} heads of {self.size}"
 
 
 @dataclass(frozen=True, slots=True)
