@@ -32,7 +32,8 @@ KUBERNETES_VERSIONS = ("1.30", "1.36", "1.37")
 """The manifests fit both, and the versions between."""
 CUSTOM_RESOURCES = Path(__file__).with_name("custom_resources.json")
 """Pruned schemas by apiVersion and kind."""
-_ASSERTIONS = ("type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems")
+_LIMITS = ("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+_ASSERTIONS = ("type", "required", "enum", "pattern", *_LIMITS)
 _OWN_GROUPS = ("apps", "policy", "autoscaling", "v1")
 
 
