@@ -244,6 +244,7 @@ def test_a_field_that_no_schema_has_or_of_another_type_is_found() -> None:
     ("file", "kind", "name", "change", "found"),
     [
         (POOL, "InferencePool", "quire", set_to("Sometimes", "spec", "endpointPickerRef", "failureMode"), "Sometimes"),
+        (POOL, "InferencePool", "quire", set_to([{"number": 8000}] * 9, "spec", "targetPorts"), "is too long"),
         (POOL, "HTTPRoute", "quire", set_to([], "spec", "rulez"), "rulez"),
         (GPU, "PodMonitor", "quire", set_to("yes", "spec", "podMetricsEndpoints", 0, "honorLabels"), "honorLabels"),
         (GPU, "ScaledObject", "quire-replica", set_to("two", "spec", "minReplicaCount"), "two"),
