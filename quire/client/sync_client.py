@@ -428,6 +428,9 @@ class Client:
             else:
                 return read(response)
             self._is_closed.wait(delay_s)
+            # A thread that waits may run before the one that closes the client has closed its channel.
+            if self._is_closed.is_set():
+                raise client_closed()
 
     def _stream(
         self,

@@ -95,6 +95,19 @@ async def test_closing_the_client_ends_the_wait_of_every_call_with_cancelled(kin
     assert len(generation.requests) == 1
 
 
+async def test_a_call_that_waits_makes_no_other_one_while_its_client_is_being_closed(kind) -> None:
+    late = ResourceExhausted("the queue is full", retry_after_ms=60_000)
+    async with calling(kind, late, retry=RetryPolicy()) as (client, generation):
+        asking = asyncio.create_task(client.call("generate", "hi"))
+        async with asyncio.timeout(30):
+            await until_true(lambda: len(generation.requests) == 1)
+            # Its channel is still open.
+            client.client._is_closed.set()
+            with pytest.raises(Cancelled, match="the client was closed"):
+                await asking
+    assert len(generation.requests) == 1
+
+
 async def test_every_call_of_a_closed_client_is_cancelled(kind) -> None:
     async with calling(kind) as (client, generation):
         await client.close()
