@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from quire.runtime.settings import ConfigurationError, load_settings, setting
 from quire_torture.faults import Fault, command_fault, parse_fault
-from quire_torture.oracle import COMPANY, WRONG, Verdict
+from quire_torture.oracle import BATCHING, WRONG, Verdict
 from quire_torture.report import as_json, fault_table, findings, first_outputs, script, table, write, wrong_beyond
 from quire_torture.run import CannotTortureError, Plan, Report, Step, Torture
 from quire_torture.traffic import Limits
@@ -173,10 +173,10 @@ def _bad(reports: Mapping[str, Report]) -> Report | None:
     without = reports["without faults"]
     if "with faults" in reports and wrong_beyond(reports["with faults"], without):
         return reports["with faults"]
-    if without.count(*WRONG - COMPANY) or set(without.errors) - {_FULL}:
+    if without.count(*WRONG - BATCHING) or set(without.errors) - {_FULL}:
         return without
     after = reports["undisturbed, after"]
-    excused = {each for each in COMPANY if without.count(each)}
+    excused = {each for each in BATCHING if without.count(each)}
     return after if after.count(*set(Verdict) - excused) else None
 
 

@@ -35,8 +35,8 @@ class Verdict(StrEnum):
 WRONG = frozenset(Verdict) - {Verdict.ERROR}
 """Verdicts that no fault excuses: the caller cannot see that the answer is wrong, or gets none."""
 
-COMPANY = frozenset({Verdict.CHANGED, Verdict.DRIFTED})
-"""Verdicts that the company of other requests explains on servers whose sums depend on it."""
+BATCHING = frozenset({Verdict.CHANGED, Verdict.DRIFTED})
+"""Verdicts that batching explains on servers whose sums depend on the other requests of a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Oracle:
     """Answers of the undisturbed run.
 
     Attributes:
-        expected: By the number of the question; a question whose answers differ without company has None: only its
-            form is checked.
+        expected: By the number of the question; a question whose two answers differ while nothing else runs has None:
+            only its form is checked.
         canaries: The canary of each question, by its number.
         max_drift: Maximum difference of log probabilities.
     """

@@ -36,7 +36,7 @@ def table(reports: Mapping[str, Report]) -> Iterator[str]:
 
 
 def first_outputs(reports: Mapping[str, Report]) -> Iterator[str]:
-    """One line for each run: how long requests wait for their first output in company."""
+    """One line for each run: how long requests wait for their first output."""
     for name, report in reports.items():
         if report.firsts_s:
             longest = sorted(report.firsts_s)[-1 - len(report.firsts_s) // 100]

@@ -1,4 +1,4 @@
-"""Runs a torture: answers without company, with company, under faults, and after them."""
+"""Runs a torture: answers to single requests, to many at once, under faults, and after them."""
 
 import asyncio
 import contextlib
@@ -132,8 +132,8 @@ class Torture:
     """A server under torture. Use `started`, or `prepared` for a server that is reached in another way.
 
     Attributes:
-        unsupported: Kinds of requests that the server refuses without company, and its reasons.
-        undisturbed: The run without company.
+        unsupported: Kinds of requests that the server refuses before any fault, and its reasons.
+        undisturbed: The run in which each request is sent by itself.
     """
 
     def __init__(
@@ -160,8 +160,8 @@ class Torture:
     @classmethod
     @contextlib.asynccontextmanager
     async def started(cls, plan: Plan, say: Callable[[str], None]) -> AsyncIterator["Torture"]:
-        """Finds the server, the kinds of requests that it supports, and its answers without company. Raises
-        CannotTortureError."""
+        """Finds the server, the kinds of requests that it supports, and its answers to single requests.
+        Raises CannotTortureError."""
         parts = urlsplit(plan.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
         needs_process = any(fault.needs_process for fault in plan.faults)
@@ -185,7 +185,7 @@ class Torture:
 
     @contextlib.asynccontextmanager
     async def prepared(self) -> AsyncIterator[None]:
-        """Finds the answers without company, and watches the service until the end. Raises CannotTortureError."""
+        """Finds the answers to single requests, and watches the service until the end. Raises CannotTortureError."""
         await self._ask_undisturbed()
         watching = asyncio.create_task(self._watch())
         try:
@@ -208,7 +208,7 @@ class Torture:
         self.questions = draw_questions(plan.seed, plan.num_questions, plan.limits, kinds)
 
     async def _ask_undisturbed(self) -> None:
-        """Asks each question twice without company: what differs then is compared no further."""
+        """Asks each question twice, one at a time: what differs then is compared no further."""
         canaries = {each.number: each.canary for each in self.questions}
         expected: dict[int, Answer | None] = {}
         drift, undisturbed = 0.0, Oracle(dict.fromkeys(canaries), canaries)
@@ -217,7 +217,7 @@ class Torture:
                 first, second = [await self._ask(question) for _ in range(2)]
             except FailedError as error:
                 what = f"{question.kind}: {error} {error.detail}"
-                raise CannotTortureError(f"a request without company fails: {what}") from error
+                raise CannotTortureError(f"a request fails while no other runs: {what}") from error
             expected[question.number] = first if same_answer(first, second) else None
             drift = max(drift, drift_of(first, second)) if same_answer(first, second) else drift
             call = Call(-1 - question.number, question)

@@ -214,12 +214,12 @@ class RecordedScheduler:
         """A call that is recorded as the message of its arguments."""
 
         def recorded(*args: Any, **kwargs: Any) -> T:
-            return self._tell(partial(call, *args, **kwargs), lambda _: message(*args, **kwargs))
+            return self._record(partial(call, *args, **kwargs), lambda _: message(*args, **kwargs))
 
         return recorded
 
-    def _tell(self, call: Callable[[], T], describe: Callable[[T | None], Operation]) -> T:
-        """Calls, and reports. `describe` gets the call's result, None if it raised, and runs later."""
+    def _record(self, call: Callable[[], T], describe: Callable[[T | None], Operation]) -> T:
+        """Calls `call`, and records it. `describe` gets the call's result, None if it raised, and runs later."""
         outcome, raised = None, ""
         try:
             outcome = call()
@@ -237,7 +237,7 @@ class RecordedScheduler:
         if self.restored:
             hashes = _ObservedHashes(cache_root(tenant, adapter), block_size, self)
             hashes.first(len(token_ids) // block_size, token_ids)
-        return self._tell(
+        return self._record(
             lambda: self._core.pin(tenant, token_ids, now, time_to_live, adapter),
             lambda _: messages.call_message(
                 "pin",
@@ -254,12 +254,12 @@ class RecordedScheduler:
         if pin is None:
             return False
         handle = pin.key.handle
-        return self._tell(
+        return self._record(
             lambda: self._core.unpin(tenant, pin_id), lambda _: messages.call_message("unpin", handle=handle)
         )
 
     def schedule(self, now: float) -> StepPlan | None:
-        return self._tell(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
+        return self._record(lambda: self._core.schedule(now), partial(messages.plan_message, now=now))
 
     def apply(self, result: StepResult, now: float) -> dict[ClientId, ClientEvents]:
         in_flight, table, hider = self._core.in_flight, self._core.batch.rows, self._hider
@@ -270,16 +270,16 @@ class RecordedScheduler:
             recorded = result if hider is None else hider.hide_result(result, rows, known, sequences)
             return messages.apply_message(recorded, now)
 
-        return self._tell(lambda: self._core.apply(result, now), describe)
+        return self._record(lambda: self._core.apply(result, now), describe)
 
     def take_preparations(self) -> list[Preparation]:
         if not self._core.preparations.has_wanted:
             return []
-        return self._tell(self._core.take_preparations, lambda _: messages.call_message("take_preparations"))
+        return self._record(self._core.take_preparations, lambda _: messages.call_message("take_preparations"))
 
     def restore_sealed(self, sealed: Iterable[tuple[BlockId, BlockHash]]) -> None:
         blocks = list(sealed)
-        self._tell(
+        self._record(
             lambda: self._core.restore_sealed(blocks),
             lambda _: messages.call_message(
                 "restore_sealed",
@@ -294,7 +294,7 @@ class RecordedScheduler:
         return b"".join(hashes if self._hider is None else map(self._hider.name_of, hashes))
 
     def tier_changed(self, slots: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        self._tell(
+        self._record(
             lambda: self._core.tier_changed(slots, hashes),
             lambda _: messages.call_message("tier_changed", slots=encode_int32(slots), hashes=self._names(hashes)),
         )
@@ -337,7 +337,9 @@ class RecordedScheduler:
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
         # Recordings show it as the start of another core, which takes over from this one.
         self._put(partial(messages.start_message, config))
-        failures = self._tell(lambda: self._core.refit(config, now), lambda _: messages.call_message("take_over", now))
+        failures = self._record(
+            partial(self._core.refit, config, now), lambda _: messages.call_message("take_over", now)
+        )
         for group in self._core.groups():
             self._observe(group)
         return failures

@@ -117,7 +117,7 @@ class Replayer:
         self.report.num_operations += 1
         raised, cause = "", None
         try:
-            self._tell(name, operation)
+            self._perform(name, operation)
         except _CannotGoOnError:
             raise
         except Exception as error:
@@ -136,7 +136,7 @@ class Replayer:
                 self.report.differ(f"{self._place(operation)}: after {name} an invariant does not hold: {error}")
                 raise _CannotGoOnError("the state of the core contradicts itself") from error
 
-    def _tell(self, name: str, operation: Operation) -> None:
+    def _perform(self, name: str, operation: Operation) -> None:
         now = operation.now
         if name == "start":
             self.before, self.scheduler = self.scheduler, Scheduler(config_of(operation.start))

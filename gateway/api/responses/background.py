@@ -223,7 +223,7 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
                 continue
             try:
                 for response_id in await self._store.run(self._store.news):
-                    self._tell(response_id)
+                    self._notify(response_id)
             except QuireError:
                 """Readers also poll by themselves, and report the error."""
 
@@ -242,9 +242,9 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
     def _stop(self, response_id: str) -> None:
         if (run := self._runs.get(response_id)) is not None:
             run.cancel()
-        self._tell(response_id)
+        self._notify(response_id)
 
-    def _tell(self, response_id: str) -> None:
+    def _notify(self, response_id: str) -> None:
         if (news := self._news.get(response_id)) is not None:
             news.event.set()
             news.event = asyncio.Event()
@@ -265,7 +265,7 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
             else:
                 await self._fail(row, known)
         finally:
-            self._tell(row.id)
+            self._notify(row.id)
 
     async def _run_to_end(self, run: _Run) -> None:
         """Runs a response until it ends, and retries if schedulers are lost or full."""
@@ -302,7 +302,7 @@ class BackgroundResponses(LeasedRuns[Background, _Run]):
                 shaper = await call.shaper(generator, [live])
                 if run.began is not None and run.is_new:
                     run.began.set_result(as_json(shaper.state(QUEUED)))
-                log = _Log(self._store, row, num_events, len(tokens), partial(self._tell, row.id))
+                log = _Log(self._store, row, num_events, len(tokens), partial(self._notify, row.id))
                 try:
                     await self._write_all(call, shaper, live, log)
                 finally:

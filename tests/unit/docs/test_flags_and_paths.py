@@ -1,4 +1,5 @@
-"""Documents name only things that exist: flags in a command, files and folders, headings in their document."""
+"""Documents name only things that exist: flags in a command, files and folders, headings in their document, tests, and
+parts of the core."""
 
 import ast
 import dataclasses
@@ -50,6 +51,7 @@ ABSENT = {"setup.py", "build/images"}
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
+TEST = re.compile(r"def (test_\w+)")
 PATH = re.compile(r"[\w.*-]+(/[\w.*-]+)*/?")
 # Files of a model, of results or of a user have other endings.
 OUR_ENDINGS = (".py", ".cpp", ".h", ".proto", ".md", ".yaml", ".toml", ".sh")
@@ -86,6 +88,20 @@ def test_every_path_is_in_the_repository(files: set[str]) -> None:
         if not is_there(path, document, files) and path not in ABSENT
     ]
     assert not missing
+
+
+def test_every_test_and_every_member_of_a_class_of_the_core_that_a_document_names_is_there() -> None:
+    sources = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = {path.stem for path in sources}.union(*(TEST.findall(source) for source in sources.values()))
+    core = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "scheduler_svc" / "core").rglob("*.py"))
+    for document in (ROOT / "docs").rglob("*.md"):
+        named = CODE.findall(document.read_text(encoding="utf-8"))
+        assert not {name for name in named if re.fullmatch(r"test_\w+", name)} - tests, document
+        if document.name not in ("reading.md", "core_seams.md"):
+            continue
+        for owner, _, member in (name.partition(".") for name in named if re.fullmatch(r"[A-Z]\w+\.\w+", name)):
+            assert re.search(rf"class {owner}\b", core), (document, owner)
+            assert re.search(rf"def {member}\b|\b{member}\b.*[:=]", core), (document, owner, member)
 
 
 def links_in(document: Path) -> Iterator[str]:

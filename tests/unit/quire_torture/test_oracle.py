@@ -37,7 +37,7 @@ def read(text: str, *, usage: tuple[int, int, int] = (3, 2, 5), is_done: bool = 
     return reading.answer()
 
 
-def test_answers_are_judged_by_those_without_company() -> None:
+def test_answers_are_judged_by_those_to_single_requests() -> None:
     question, other = draw_questions(0, 2, Limits(), ["completion stream"])
     expected = {question.number: read(TEXT), other.number: read("x")}
     oracle = Oracle(expected, {each.number: each.canary for each in (question, other)})
