@@ -44,6 +44,11 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA_3 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN_2 = rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}|{_REST}"
+_QWEN_35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LING = _QWEN_2.replace(r"\s*[\r\n]+", r"\s*[\r\n]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _TEKKEN = (
@@ -118,11 +123,15 @@ _AS_LLAMA_3 = _Split((_LLAMA_3,), whole=True, with_bos=True)
 _AS_QWEN_2 = _Split((_QWEN_2,), normalized=True)
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4", "mellum", "a.x-4.0"), _AS_GPT_2),
-    "granite-docling": _AS_GPT_2,
+    **dict.fromkeys(("granite-docling", "gigachat"), _AS_GPT_2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0"), _AS_LLAMA_3),
+    "lfm2": _AS_LLAMA_3,
     **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe"), _Split((_LLAMA_3,))),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "f2llmv2"), _AS_QWEN_2),
+    "qwen35": _Split((_QWEN_35,), normalized=True),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2"), _Split((_LING,))),
+    "tiny_aya": _Split((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT_4O)),
     "modern-bert": _Split((), then_as_gpt_2=True, normalized=True),
     **dict.fromkeys(("megrez", "kormo", "stablelm2", "hunyuan", "solar-open"), _Split((_QWEN_2,))),
     **dict.fromkeys(("viking", "poro-chat"), _Split((_WORDS, _DIGIT))),

@@ -85,6 +85,12 @@ def test_byte_level_texts_are_split_as_transformers_splits_them(directory: Path,
         ("exaone-moe", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
         ("kimi-k2", ["a", "\u0120", "123", "4", "\u0120It'S", "\u010a", "\u0120b"]),
         ("minicpm5", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        # Files of Qwen3.5, Ling, LFM2, GigaChat and Tiny Aya.
+        ("qwen35", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("bailingmoe2", ["a", "\u0120", "1", "2", "3", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("lfm2", ["a", "\u0120", "123", "4", "\u0120It", "'S", "\u010a", "\u0120b"]),
+        ("gigachat", ["a", "\u01201234", "\u0120It", "'", "S", "\u010a", "\u0120b"]),
+        ("tiny_aya", ["a", "\u0120", "1", "234", "\u0120It'S", "\u010a", "\u0120b"]),
     ],
 )
 def test_how_byte_level_texts_are_split(directory: Path, tmp_path: Path, pre: str, pieces: list[str]) -> None:
@@ -99,6 +105,12 @@ def test_how_byte_level_texts_are_split(directory: Path, tmp_path: Path, pre: st
         ("kimi-k2", "ab\u4e2d\u6587cd\u3042", ["ab", "\u4e2d\u6587", "cd\u3042"]),
         ("youtu", "ab\u4e2d\u3042cd\uac00", ["ab", "\u4e2d\u3042", "cd", "\uac00"]),
         ("jais-2", "a" + 7 * " " + "b", ["a", "    ", "  ", " b"]),
+        (
+            "qwen35",
+            "\u0928\u092e\u0938\u094d\u0924\u0947 \u0301a",
+            ["\u0928\u092e\u0938\u094d\u0924\u0947", " \u0301a"],
+        ),
+        ("bailingmoe", "a\n\nb", ["a", "\n\n", "b"]),
     ],
 )
 def test_how_scripts_and_runs_of_spaces_are_split(
