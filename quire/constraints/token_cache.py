@@ -21,7 +21,7 @@ MAX_FILES, MAX_BYTES = 32, 256 << 20
 """The maximum of all tables together. The least recently used ones are removed."""
 MIN_TOKENIZER_BYTES = 1 << 20
 """Minimum size of a tokenizer.json whose table is cached: a smaller one's table is made as fast as it is read."""
-_FORMAT = b"quire tokens 2"
+_FORMAT = b"quire tokens 3"
 # JSON follows: the tokens, whose bytes are characters of Latin-1, and the ids of special and other added tokens.
 _DIGEST_BYTES = 32
 _logger = logging.getLogger(__name__)

@@ -127,7 +127,8 @@ def _bytes_of(texts: Sequence[str], decoders: Sequence[Mapping[str, Any]]) -> li
         if old:
             texts = [text.replace(old, new) for text in texts]
     encoded = [text.encode() for text in texts]
-    for token_id, text in enumerate(texts):
+    # Without ByteFallback, as in files made of a T5Tokenizer's vocabulary, a text has such a token as it is spelled.
+    for token_id, text in enumerate(texts if "ByteFallback" in kinds else ()):
         if len(text) == 6 and (match := _BYTE_TOKEN.fullmatch(text)):
             encoded[token_id] = bytes.fromhex(match[1])
     return encoded

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from quire.common.v1.common_pb2 import Choice, Constraint, StructuralTag, StructuralTags
 from quire.constraints.check_process import check
@@ -155,6 +155,14 @@ def test_a_token_that_ends_texts_is_no_part_of_a_text_whatever_its_flag() -> Non
     over = Vocabulary.of_tokenizer(content, None, [id_of(byte_level(), EOS)])
     for token_ids in walks(Constraint(choice=Choice(texts=["a</s>b", "a</s>c"])), over):
         assert text_of(token_ids, over) in ("a</s>b", "a</s>c")
+
+
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.Sequence([decoders.Metaspace()])])
+def test_tokens_of_bytes_have_their_spelling_if_the_decoder_shows_it(decoder) -> None:
+    tokenizer = Tokenizer(models.Unigram([("a", 0.0), ("<0x7B>", -1.0), ("▁b", -1.0)], unk_id=0))
+    tokenizer.decoder = decoder
+    table = TokenTable.of(json.loads(tokenizer.to_str()), {})
+    assert b"".join(table.token_bytes).decode() == tokenizer.decode([0, 1, 2]) == "a<0x7B> b"
 
 
 def test_a_tokenizer_with_another_decoder_is_refused_by_its_name() -> None:
