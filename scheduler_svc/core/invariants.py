@@ -84,22 +84,25 @@ def _check_pool(pool: PrefixIndex, tables: Iterable[SequenceOf[BlockId]]) -> Non
 
 
 def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIndex) -> None:
+    if not sequences:
+        return
     size, num_groups = scheduler.config.block_size, scheduler.config.layout.num_groups
     for sequence in sequences:
         # Hashes are computed anew here: the hashes that the sequence keeps are under test.
         num_full = min(len(sequence.block_table) // num_groups, sequence.num_tokens // size)
         table = sequence.block_table[: num_full * num_groups]
-        hashes = _true_hashes(sequence.request.cache_root, pack(sequence.token_ids[: num_full * size]), 4 * size)
-        true = [in_group(content, group) for content in hashes for group in range(num_groups)]
+        packed = pack(sequence.token_ids[: num_full * size])
+        true = _true_names(sequence.request.cache_root, packed, 4 * size, num_groups)
         for block, sealed, content in zip(table, pool.hashes_of(table), true, strict=True):
             if sealed is not None and sealed != content:
                 raise InvariantViolationError(f"block {block}: sealed under the hash of other tokens")
 
 
 @lru_cache(maxsize=256)
-def _true_hashes(root: BlockHash, packed: bytes, block_bytes: int) -> tuple[BlockHash, ...]:
-    """`hash_chain`, cached: between two operations few sequences fill a block."""
-    return tuple(hash_chain(root, packed, block_bytes))
+def _true_names(root: BlockHash, packed: bytes, block_bytes: int, num_groups: int) -> tuple[BlockHash, ...]:
+    """The names in a block table, cached: between two operations few sequences fill a block."""
+    hashes = hash_chain(root, packed, block_bytes)
+    return tuple(in_group(content, group) for content in hashes for group in range(num_groups))
 
 
 def _check_sizes(scheduler: Scheduler) -> None:

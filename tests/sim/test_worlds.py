@@ -10,18 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
+from weakref import ref
 
 import pytest
 
 from tests.sim import worlds
-from tests.sim.plans import with_broken_naps
+from tests.sim.plans import Plan, with_broken_naps
 from tests.sim.races import draw_moves_of_one_rank
 from tests.sim.shrink import check_world
 from tests.sim.situations import draw_naps
 from tests.sim.world.cluster import Cluster
 from tests.sim.world.faults import Deviate, Kill, KillAt
 from tests.sim.world.world import World
-from tests.sim.worlds import draw_plan, run_world
+from tests.sim.worlds import Outcome, draw_plan, run_world
 
 RANKED_REPLICA = ["worker-0", "worker-0-1", "scheduler-0"]
 
@@ -96,6 +97,29 @@ def test_a_world_is_the_same_in_another_process() -> None:
     here = [run_world(draw_plan(seed)).digest for seed in reversed(seeds)]
     assert elsewhere == here[::-1]
     assert len(set(here)) == len(seeds)
+
+
+def test_worlds_leave_nothing_in_memory() -> None:
+    plan, worlds = draw_plan(7), list[ref[World]]()
+    plan = replace(plan, faults=(), requests=plan.requests[:1])
+    for _ in range(2):
+        run_world(plan, lambda world: worlds.append(ref(world)))
+    assert [each() for each in worlds] == [None, None]
+
+
+def test_a_process_that_dies_fails_only_the_world_that_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(plan: Plan) -> Outcome:
+        if plan.seed == 17:
+            os._exit(9)
+        return Outcome(f"digest-{plan.seed}", 3, 1.5, 0, ("UNAVAILABLE",))
+
+    with patch.object(worlds, "run_world", run), patch.object(worlds, "_WORLDS_OF_CHILD", 3):
+        assert worlds.main(16, 5, num_processes=2) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "16 digest-16 3 1.500 UNAVAILABLE",
+        "17 fails: its process ended with 9",
+        *(f"{seed} digest-{seed} 3 1.500 UNAVAILABLE" for seed in (18, 19, 20)),
+    ]
 
 
 def test_a_scheduler_that_dies_between_ranks_costs_no_rank() -> None:

@@ -43,13 +43,14 @@ class Prefixes:
     def replace(self, position: int, token_ids: Iterable[int]) -> None:
         """Replaces the tokens from a position on."""
         del self.token_ids[position:], self._hashes[position:]
+        last = self._hashes[-1] if self._hashes else 1 + int.from_bytes(self.adapter[:4], "little")
         for token_id in token_ids:
-            self.append(token_id)
+            last = (last * 6_364_136_223_846_793_005 + token_id + 1_442_695_040_888_963_407) & _MASK
+            self.token_ids.append(token_id)
+            self._hashes.append(last)
 
     def append(self, token_id: int) -> None:
-        before = self._hashes[-1] if self._hashes else 1 + int.from_bytes(self.adapter[:4], "little")
-        self.token_ids.append(token_id)
-        self._hashes.append((before * 6_364_136_223_846_793_005 + token_id + 1_442_695_040_888_963_407) & _MASK)
+        self.replace(len(self.token_ids), (token_id,))
 
     def hashes(self, start: int, end: int) -> np.ndarray:
         """[end - start] int64."""

@@ -530,8 +530,10 @@ class Cluster:
     @property
     def has_failed(self) -> bool:
         """Whether `check` would raise, without its expensive checks. Called after each event."""
-        if (wrong := self._watch.look(self.world.now, self.gateways, self.requests)) is not None:
-            self.false_answers.append(FalseAnswerError(wrong))
+        if self.world.now >= self._watch.next_s:
+            wrong = self._watch.look(self.world.now, self.gateways, self.requests)
+            if wrong is not None:
+                self.false_answers.append(FalseAnswerError(wrong))
         return bool(self.false_answers) or self.world.has_errors
 
     @property
@@ -578,18 +580,21 @@ class Cluster:
             )
             if count := sum(1 for _ in owned):
                 yield f"{host} has {count} requests in its table"
+        idle = list[tuple[str, CheckedScheduler]]()
         for host, core in self.cores.items():
             pool, swap = core.batch.blocks.pool, core.batch.blocks.host.pool
-            rows = core.batch.rows
             if core.num_live or core.in_flight or len(core.pins):
                 yield f"{host} has {core.num_live} requests, {len(core.in_flight)} steps, {len(core.pins)} pins"
-            elif pool.num_used or swap.num_used or any(rows.active):
+            elif pool.num_used or swap.num_used or core.batch.rows.active.any():
                 yield f"{host} holds blocks or rows, and has no requests"
             else:
-                yield from self._held_apart(host, core)
-                yield from self._believed(host, core)
-                yield from self._kept_beside(host)
-                yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
+                idle.append((host, core))
+        # The expensive looks come last.
+        for host, core in idle:
+            yield from self._held_apart(host, core)
+            yield from self._believed(host, core)
+            yield from self._kept_beside(host)
+            yield from (f"{host} keeps {what}, and has no requests" for what in core.kept_for_requests)
 
     def _held_apart(self, host: str, core: CheckedScheduler) -> Iterator[str]:
         """Contradictions between a scheduler and its worker when nothing runs."""

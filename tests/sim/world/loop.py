@@ -57,7 +57,6 @@ class NodeLoop(asyncio.AbstractEventLoop):
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._num_tasks = 0
         self._is_cut = False
-        self.num_handles = 0
         self._on_wait_ended: dict[int, tuple[asyncio.Task[Any], Callable[[], bool]]] = {}
 
     @property
@@ -65,24 +64,26 @@ class NodeLoop(asyncio.AbstractEventLoop):
         """Tasks that are not done, in the order of their start; `asyncio.all_tasks` has them in order of addresses."""
         return [task for task in self._tasks.values() if not task.done()]
 
-    def turn(self) -> None:
-        """Calls the callbacks that are ready now; callbacks that become ready meanwhile run in the next turn."""
-        outer, hooks = events._get_running_loop(), sys.get_asyncgen_hooks()
-        sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finish_agen)
+    def turn(self) -> int:
+        """Calls the callbacks that are ready now; callbacks that become ready meanwhile run in the next turn. Returns
+        the number of calls. Leaves the finalizer of asynchronous generators at its own."""
+        outer, num_calls = events._get_running_loop(), 0
+        sys.set_asyncgen_hooks(None, self._finish_agen)
         events._set_running_loop(self)
         try:
             for _ in range(len(self.ready)):
                 if self._is_cut:
-                    return
+                    break
                 handle = self.ready.popleft()
-                if not handle.cancelled():
-                    self.num_handles += 1
+                if not handle._cancelled:
+                    num_calls += 1
                     handle._run()
-            if self._on_wait_ended:
-                self._look_at_waits()
+            else:
+                if self._on_wait_ended:
+                    self._look_at_waits()
         finally:
             events._set_running_loop(outer)
-            sys.set_asyncgen_hooks(*hooks)
+        return num_calls
 
     def watch_waits(self, task: asyncio.Task[Any], ended: Callable[[], bool]) -> None:
         """Calls `ended` at the end of each turn in which a wait of the task ended, before the task continues in the

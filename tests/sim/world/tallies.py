@@ -104,20 +104,21 @@ class Tally:
             *("steps", "batched_tokens", "generated_tokens", "preemptions", "swap_outs", "draft_samples", "drafts"),
             *("drafts_accepted", "prefix_cache_queries", "prefix_cache_hits"),
         ]
-        said = {name: _read(metrics, f"quire_scheduler_{name}_total") for name in names}
+        samples = _samples(metrics)
+        said = {name: _read(samples, f"quire_scheduler_{name}_total") for name in names}
         for name, label in labels.items():
-            said[name] = _read(metrics, "quire_scheduler_moved_requests_total", {label: name})
+            said[name] = _read(samples, "quire_scheduler_moved_requests_total", {label: name})
         for source in ("disk", "replica"):
             for outcome in ("fetched", "failed"):
                 place = {"source": source, "outcome": outcome}
-                said[f"{source} {outcome}"] = _read(metrics, "quire_scheduler_moved_blocks_total", place)
+                said[f"{source} {outcome}"] = _read(samples, "quire_scheduler_moved_blocks_total", place)
         wrong = [
             f"{name} is {value:g}, not {self._counts[name]}"
             for name, value in said.items()
             if value != self._counts[name]
         ]
         outcomes = ("completed", "failed", "aborted")
-        ended = sum(_read(metrics, "quire_scheduler_requests_total", {"outcome": each}) for each in outcomes)
+        ended = sum(_read(samples, "quire_scheduler_requests_total", {"outcome": each}) for each in outcomes)
         left = ended + self._counts["out"] - self._counts["submitted"]
         # Offers that cannot arrive any more fail, too.
         if not 0 <= left <= self._counts["offered"]:
@@ -125,17 +126,20 @@ class Tally:
         return wrong
 
 
-def _read(metrics: Any, name: str, labels: Mapping[str, str] | None = None) -> float:
+def _samples(metrics: Any) -> list[Any]:
+    return [sample for family in metrics.registry.collect() for sample in family.samples]
+
+
+def _read(samples: Iterable[Any], name: str, labels: Mapping[str, str] | None = None) -> float:
     # Metrics of a gateway have the label `model`, too.
     sought = dict(labels or {}).items()
-    samples = (sample for family in metrics.registry.collect() for sample in family.samples if sample.name == name)
-    return sum(sample.value for sample in samples if sought <= sample.labels.items())
+    return sum(each.value for each in samples if each.name == name and sought <= each.labels.items())
 
 
 def wrong_at(gateway: Gateway) -> str | None:
     """A contradiction between the metrics of a gateway; None if there is none."""
     metrics = gateway._context.metrics
-    completed = _read(metrics, "quire_gateway_requests_total", {"outcome": "completed"})
+    completed = _read(_samples(metrics), "quire_gateway_requests_total", {"outcome": "completed"})
     others = sum(each.value for each in _uncompleted(metrics))
     counted = gateway._models.default.metrics.statistics
     if (completed, others) == (counted.completed.count, counted.failed.count):
@@ -205,10 +209,11 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
             num_calls = math.inf if not story.has_ended or request.returns_after is not None else num_calls
             for name in filter(wanted.get, wanted):
                 most[name] += wanted[name] * num_calls
+    samples = [*map(_samples, metrics)]
     said = {
-        "requests": sum(_read(each, "quire_gateway_requests_total", {"outcome": "completed"}) for each in metrics),
-        "prompt_tokens": sum(_read(each, "quire_gateway_prompt_tokens_total") for each in metrics),
-        "generated_tokens": sum(_read(each, "quire_gateway_generated_tokens_total") for each in metrics),
+        "requests": sum(_read(each, "quire_gateway_requests_total", {"outcome": "completed"}) for each in samples),
+        "prompt_tokens": sum(_read(each, "quire_gateway_prompt_tokens_total") for each in samples),
+        "generated_tokens": sum(_read(each, "quire_gateway_generated_tokens_total") for each in samples),
     }
     if any(each.value for own in metrics for each in _uncompleted(own)):
         # A request may have been refused, and then made again.
@@ -218,7 +223,7 @@ def wrong_at_gateways(gateways: Iterable[Gateway], stories: Iterable[Story]) -> 
         for name, value in said.items()
         if not least[name] <= value <= most[name]
     ]
-    if live := sum(_read(each, "quire_gateway_live_requests") for each in metrics):
+    if live := sum(_read(each, "quire_gateway_live_requests") for each in samples):
         wrong.append(f"{live:g} requests are live")
     return wrong
 

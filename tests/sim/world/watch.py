@@ -673,7 +673,7 @@ class Watch:
     loops: Mapping[str, StepLoop]
     workers: Mapping[str, Worker]
     reconnect_grace_s: float
-    _next_s: float = 0.0
+    next_s: float = 0.0
     _since: dict[str, float] = field(default_factory=dict[str, float])
     _cancelled: list[_Cancelled] = field(default_factory=list[_Cancelled])
 
@@ -735,10 +735,8 @@ class Watch:
                 yield f"{each.named} runs, and was cancelled"
 
     def look(self, now: float, gateways: Mapping[str, Gateway], tables: Mapping[str, Requests]) -> str | None:
-        """A state that has lasted too long; None if there is none."""
-        if now < self._next_s:
-            return None
-        self._next_s = now + _LOOK_EVERY_S
+        """A state that has lasted too long; None if there is none. Call it again at `next_s`, or soon after."""
+        self.next_s = now + _LOOK_EVERY_S
         found = dict.fromkeys(self._orphans(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._unread(gateways, tables), self.patience_s)
         found |= dict.fromkeys(self._silent(tables), _SILENCE_S)

@@ -1,7 +1,7 @@
 """A world: simulated processes on one virtual clock. All that happens in it is a function of its seed.
 
 No time passes between two events. The seed decides the order of processes that are ready at the same time, the duration
-of messages and jobs, and the error of each clock. The world hashes its history, so that two runs can be compared.
+of messages and jobs, and the error of each clock. The history of a world has a hash, so that two runs can be compared.
 """
 
 import asyncio
@@ -194,7 +194,7 @@ class World:
         self._numbers: dict[str, itertools.count[int]] = {}
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
-        self._hash = hashlib.blake2b(digest_size=16)
+        self._history: list[str] = []
         self._noted_at, self._when = self.now, repr(self.now)
         self._kept: list[Any] = []
 
@@ -216,14 +216,14 @@ class World:
     @property
     def digest(self) -> str:
         """A hash of the world's history."""
-        return self._hash.hexdigest()
+        return hashlib.blake2b("".join(self._history).encode(), digest_size=16).hexdigest()
 
     def note(self, *what: object) -> None:
         """Adds an event to the digest. Its arguments must be the same in every process that runs the world."""
         self.num_events += 1
         if self.now is not self._noted_at:
             self._noted_at, self._when = self.now, repr(self.now)
-        self._hash.update(f"{self._when} {what!r}".encode())
+        self._history.append(f"{self._when} {what!r}")
         if self.story is not None:
             self.story.append((self.now, what))
 
@@ -286,17 +286,18 @@ class World:
             StuckError: it does not hold after `limit_s` virtual seconds, or nothing can happen any more.
             ServiceFailedError: a process failed.
         """
-        end = self.now + limit_s
-        num_turns = 0
+        with _asyncgen_hooks_kept():
+            self._run(until, self.now + limit_s, limit_s)
+
+    def _run(self, until: Callable[[], bool], end: float, limit_s: float) -> None:
+        num_turns, live = 0, self._live
         while not until():
             if self._failure is not None:
                 raise self._failure
-            ready = [node for node in self._live if node.loop.ready and not node.is_stopped]
+            ready = [node for node in live if node.loop.ready and not node.is_stopped]
             if ready:
                 node = ready[0] if len(ready) == 1 else self.random.choice(ready)
-                before = node.loop.num_handles
-                node.loop.turn()
-                self.note("turn", node.name, node.loop.num_handles - before)
+                self.note("turn", node.name, node.loop.turn())
                 num_turns += 1
                 if num_turns > _MAX_TURNS_AT_ONCE:
                     raise StuckError(f"{node.name} runs and runs, and no time passes (seed {self.seed})")
@@ -311,6 +312,16 @@ class World:
                 num_turns = 0
             self.now = when
             action()
+
+
+@contextmanager
+def _asyncgen_hooks_kept() -> Iterator[None]:
+    """Restores the hooks of asynchronous generators, which loops replace in their turns."""
+    hooks = sys.get_asyncgen_hooks()
+    try:
+        yield
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
 
 
 @contextmanager
