@@ -98,7 +98,7 @@ def _added_tokens(
 def _listed_tokens(
     config: Mapping[str, Any], present: Mapping[str, Mapping[str, Any]], special: Collection[str]
 ) -> Iterator[Mapping[str, Any]]:
-    """The tokens that the configuration lists with ids, and those of the older added_tokens.json, by their ids."""
+    """The tokens that the configuration lists with ids, and tokens of the older added_tokens.json, by their ids."""
     decoder = config.get("added_tokens_decoder") or {}
     yield from (decoder[name] for name in sorted(decoder, key=int))
     known = {each["id"] for each in present.values()}
