@@ -52,6 +52,8 @@ _SLICES = [
 _SHOWN_ERROR, _SHOWN_PATTERN = 300, 20
 # A pattern of one line, a mark below the faulty place, and the reason.
 _REGEX_ERROR = re.compile(r"regex parse error:\n {4}(?P<pattern>.*)\n {4}(?P<before> *)\^.*\nerror: (?P<reason>[^\n]*)")
+# The grammar allows one byte, which is shown as a character of Latin-1, and no token begins with it.
+_FORCED_BYTE = re.compile(r"forced bytes: got '(?P<byte>.+?)'; applying")
 _KEPT_MASKS = 256
 
 
@@ -234,6 +236,10 @@ def _explained(error: str) -> str:
     text = " ".join(error.replace("<non-verbose/>", "").split("<state>")[0].split())
     if "NoExtension" in text:
         return "no text of the model's tokens matches it"
+    if (forced := _FORCED_BYTE.search(text)) is not None:
+        byte = forced["byte"]
+        shown = f"'{byte}'" if byte.isascii() else f"the byte 0x{ord(byte):02X}"
+        return f"only {shown} may follow, and no token of the model's vocabulary begins with it"
     if "too many" in text.lower():
         return f"it is too large or too ambiguous: {text.split('; try')[0]:.120}"
     return text if len(text) <= _SHOWN_ERROR else text[: _SHOWN_ERROR - 3] + "..."

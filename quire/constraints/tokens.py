@@ -11,7 +11,7 @@ Gateway and worker derive both from tokenizer.json and tokenizer_config.json her
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -74,26 +74,66 @@ def _added_tokens(
     tokenizer: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """The added tokens of tokenizer.json, with the further tokens and special flags of tokenizer_config.json. As in
-    transformers, a token keeps the id that its text has in tokenizer.json, and a new one gets the next id."""
-    added = {each["content"]: dict(each) for each in tokenizer.get("added_tokens", ())}
-    end = max(len(ids), *(each["id"] + 1 for each in added.values()), 0)
-    decoder = config.get("added_tokens_decoder") or {}
-    older = ({"content": text} for text, token_id in config.get("added_tokens", {}).items() if token_id >= end)
-    for entry in (*(decoder[name] for name in sorted(decoder, key=int)), *older):
-        text = entry["content"]
+    transformers, a token keeps the id that its text has in tokenizer.json, a new one gets the next id, and only a token
+    that the configuration adds or changes becomes special because it has a name."""
+    present = {each["content"]: each for each in tokenizer.get("added_tokens", ())}
+    named, unnamed = _named_tokens(config), _unnamed_tokens(config)
+    changed = {
+        each["content"]: each
+        for each in _listed_tokens(config, present, {**unnamed, **named})
+        if _flags(each) != _flags(present.get(each["content"], {}))
+    }
+    for text, entry in (*named.items(), *unnamed.items()):
+        if text not in present:
+            changed.setdefault(text, {"special": True} | entry)
+    added = {text: {"id": each["id"], "content": text, "special": each["special"]} for text, each in present.items()}
+    end = max(*ids.values(), *(each["id"] for each in added.values()), -1) + 1
+    for text, entry in changed.items():
         token_id = added[text]["id"] if text in added else ids.get(text, end)
         end = max(end, token_id + 1)
-        added[text] = {"id": token_id, "content": text, "special": bool(entry.get("special"))}
-    named = {value if isinstance(value, str) else value.get("content") for value in _named_tokens(config)}
-    return [each | {"special": each["special"] or text in named} for text, each in added.items()]
+        added[text] = {"id": token_id, "content": text, "special": bool(entry.get("special")) or text in named}
+    return list(added.values())
 
 
-def _named_tokens(config: Mapping[str, Any]) -> Iterator[Any]:
-    for name, value in config.items():
-        if name.endswith("_token") and isinstance(value, str | dict):
-            yield value
-        elif name in ("additional_special_tokens", "extra_special_tokens") and isinstance(value, list | dict):
-            yield from value.values() if isinstance(value, dict) else value
+def _listed_tokens(
+    config: Mapping[str, Any], present: Mapping[str, Mapping[str, Any]], special: Collection[str]
+) -> Iterator[Mapping[str, Any]]:
+    """The tokens that the configuration lists with ids, and tokens of the older added_tokens.json, by their ids."""
+    decoder = config.get("added_tokens_decoder") or {}
+    yield from (decoder[name] for name in sorted(decoder, key=int))
+    known = {each["id"] for each in present.values()}
+    older = {text: token_id for text, token_id in config.get("added_tokens", {}).items() if token_id not in known}
+    for text in sorted(older, key=lambda text: older[text]):
+        yield {"content": text, "special": text in special}
+
+
+def _flags(token: Mapping[str, Any]) -> tuple[bool, ...]:
+    special = bool(token.get("special"))
+    matching = (bool(token.get(name)) for name in ("lstrip", "rstrip", "single_word"))
+    return "content" in token, special, bool(token.get("normalized", not special)), *matching
+
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FURTHER = ("extra_special_tokens", "additional_special_tokens")
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Special tokens with names, by their texts, in the order in which transformers adds them."""
+    own = [config[name] for name in config if name.endswith("_token") and name not in _NAMES]
+    values = [*(config.get(name) for name in _NAMES), *own]
+    for section in (*_FURTHER, "model_specific_special_tokens"):
+        if isinstance(further := config.get(section), dict):
+            values += further.values()
+    return _by_text(values)
+
+
+def _unnamed_tokens(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return _by_text(next((values for each in _FURTHER if isinstance(values := config.get(each), list) and values), []))
+
+
+def _by_text(values: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    entries = [{"content": value} if isinstance(value, str) else value for value in values]
+    return {each["content"]: each for each in entries if isinstance(each, dict) and "content" in each}
 
 
 def _decoders(decoder: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import string
+from contextlib import suppress
 
 import pytest
 import tokenizers
@@ -15,7 +16,9 @@ from gateway.offload import FairExecutor
 from gateway.request.served_model import ServedModel
 from gateway.text.tokenizer import Tokenizer
 from gateway.types import ChatMessage, ChatPrompt
+from quire.constraints.tokens import TokenTable
 from quire.gateway.v1.generation_pb2 import TOOL_CHOICE_MODE_NONE, Tool, ToolChoice
+from quire.model_files.model_directory import ModelDirectory
 from quire.rpc.errors import InvalidArgument
 from quire.runtime.settings import ConfigurationError
 from tests.support.tokenizers import BOS, EOS, byte_fallback, byte_level, wrapped, write_model_directory
@@ -75,6 +78,10 @@ CONFIGS = {
     "listed otherwise than in the file": {"added_tokens_decoder": {"1": token(EOS, lstrip=True, rstrip=True)}},
     "extra": {"extra_special_tokens": ["<extra>", "<x>"]},
     "additional": {"additional_special_tokens": ["<extra>"], "added_tokens_decoder": IM},
+    "extra, and listed as no special token": {
+        "added_tokens_decoder": {"9": token("<x>", special=False)},
+        "additional_special_tokens": ["<x>", "<extra>"],
+    },
     "extra by name": {"extra_special_tokens": {"own_token": "<own>", "image_token": "<x>"}},
     "of this model": {"own_token": "<own>", "model_max_length": 3},
     "clean": {"clean_up_tokenization_spaces": True},
@@ -122,6 +129,10 @@ def written(folder, tokenizer: tokenizers.Tokenizer, **files: object):
 async def assert_alike(directory, executor) -> None:
     ours, theirs = ServedModel.open(directory, None, executor).tokenizer, AutoTokenizer.from_pretrained(directory)
     assert ours.size == max(theirs.get_vocab().values()) + 1
+    with suppress(ValueError):  # WordPiece, which constraints do not read
+        files = ModelDirectory.open(directory)
+        table = TokenTable.of(files.tokenizer(), files.tokenizer_config)
+        assert (len(table.token_bytes), table.special_tokens) == (ours.size, ours.special_tokens)
     for text in TEXTS:
         for special in (True, False):
             token_ids = await ours.encode(text, add_special_tokens=special)

@@ -260,11 +260,13 @@ def test_special_tokens_are_those_of_both_files_of_the_tokenizer(tmp_path) -> No
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     decoder = {str(size): {"content": "<|call|>", "special": True, **flags}}
     decoder[str(size + 1)] = {"content": "<think>", "special": False, **flags}
-    config = {"added_tokens_decoder": decoder, "additional_special_tokens": ["<think>"]}
+    config = {"added_tokens_decoder": decoder, "additional_special_tokens": ["<think>"], "pad_token": "<pad>"}
     directory = write_model_directory(tmp_path / "m", byte_level(), tokenizer_config__json=json.dumps(config))
-    held = Vocabulary.of_model(ModelDirectory.open(directory), size + 2)
-    assert held.special_tokens == {BOS: 0, EOS: 1, "<|call|>": size, "<think>": size + 1}
-    assert held.token_bytes[size : size + 2] == [b"<|call|>", b"<think>"]
+    held = Vocabulary.of_model(ModelDirectory.open(directory), size + 3)
+    assert held.special_tokens == {BOS: 0, EOS: 1, "<|call|>": size, "<pad>": size + 2}
+    # An answer shows it, as in transformers.
+    assert held.text_tokens == {"<think>": size + 1}
+    assert held.token_bytes[size : size + 3] == [b"<|call|>", b"<think>", b"<pad>"]
 
 
 @pytest.mark.parametrize(

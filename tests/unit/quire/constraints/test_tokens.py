@@ -149,6 +149,16 @@ def test_a_character_that_no_tokens_can_write_is_refused_by_name(constraint, fie
     assert check(vocabulary("byte fallback"), constraint.SerializeToString()) is None
 
 
+def test_a_byte_of_a_grammars_own_that_no_token_writes_is_named() -> None:
+    tokenizer = Tokenizer(models.Unigram([(EOS, 0.0), *((each, -1.0) for each in 'ab"▁12')], unk_id=0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([EOS])
+    over, schema = make_vocabulary(tokenizer), Constraint(json_schema='{"type": "object", "required": ["a"]}')
+    problem = check(over, schema.SerializeToString())
+    assert problem is not None
+    assert problem[1].endswith("only '{' may follow, and no token of the model's vocabulary begins with it")
+
+
 def test_a_token_that_ends_texts_is_no_part_of_a_text_whatever_its_flag() -> None:
     content = json.loads(byte_level().to_str())
     content["added_tokens"] = [each | {"special": False} for each in content["added_tokens"]]
