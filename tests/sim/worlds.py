@@ -426,7 +426,7 @@ def main(first: int, count: int, num_processes: int = 1) -> int:
 
 
 def _run_worlds(seeds: range, num_processes: int) -> Iterator[tuple[int, _Ran]]:
-    """Runs worlds in forked processes, each of which ends after some worlds. One that dies fails only its world."""
+    """Runs worlds in forked processes, which end after some worlds. One that dies fails only its world."""
     parts = (seeds[first : first + _WORLDS_OF_CHILD] for first in range(0, len(seeds), _WORLDS_OF_CHILD))
     children = deque(map(_start, islice(parts, num_processes)))
     while children:
