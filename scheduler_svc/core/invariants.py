@@ -86,7 +86,7 @@ def _check_pool(pool: PrefixIndex, tables: Iterable[SequenceOf[BlockId]]) -> Non
 def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIndex) -> None:
     if not sequences:
         return
-    size, num_groups = scheduler.config.block_size, scheduler.config.layout.num_groups
+    size, num_groups = scheduler.config.block_size, scheduler.batch.blocks.layout.num_groups
     for sequence in sequences:
         # Hashes are computed anew here: the hashes that the sequence keeps are under test.
         num_full = min(len(sequence.block_table) // num_groups, sequence.num_tokens // size)
@@ -168,7 +168,7 @@ def _check_swapped(scheduler: Scheduler, swapped: list[Sequence]) -> None:
             if sequence.block_table:
                 raise InvariantViolationError(f"{name}: holds blocks and is not swapped")
             continue
-        slots = len(sequence.block_table) // scheduler.config.layout.num_groups * scheduler.config.block_size
+        slots = len(sequence.block_table) // scheduler.batch.blocks.layout.num_groups * scheduler.config.block_size
         kept = sequence.num_swapped_tokens
         if not 0 < kept < sequence.num_tokens:
             raise InvariantViolationError(f"{name}: {kept} of {sequence.num_tokens} tokens are swapped")
@@ -222,7 +222,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
             raise InvariantViolationError(f"{name}: {planned} planned tokens, it ends at {sequence.request.max_len}")
         if computed > planned:
             raise InvariantViolationError(f"{name}: {computed} computed of {planned} tokens")
-        slots = len(sequence.block_table) // scheduler.config.layout.num_groups * size
+        slots = len(sequence.block_table) // scheduler.batch.blocks.layout.num_groups * size
         if num_slots != slots:
             raise InvariantViolationError(f"{name}: {num_slots} slots recorded, the table has {slots}")
         if computed > slots:
@@ -236,7 +236,7 @@ def _check_rows(scheduler: Scheduler, running: list[Sequence]) -> None:
 
 def _check_windows(scheduler: Scheduler, running: list[Sequence]) -> None:
     """Each row has the blocks that its next token reads, in all groups, and of windowed groups few others."""
-    rows, blank, layout = scheduler.batch.rows, scheduler.batch.blocks.blank, scheduler.config.layout
+    rows, blank, layout = scheduler.batch.rows, scheduler.batch.blocks.blank, scheduler.batch.blocks.layout
     for sequence in running:
         row, name = sequence.row, sequence.request.request_id
         assert row is not None

@@ -193,9 +193,9 @@ def draw_plan(seed: int) -> Plan:
         plan = replace(plan, requests=with_several_prompts(several, plan.requests))
     returns = Random(f"durable readers back {seed}")
     if returns.random() < _RETURNING:
-        # Slowly read requests are over for long when their readers come back.
-        settings = replace(plan.layout.settings, durable_grace=60.0, max_durable_requests=MANY)
-        layout = replace(plan.layout, settings=settings)
+        # Slowly read requests are over for long when their readers come back. None may make way for others.
+        room = {"max_durable_requests": MANY, "max_durable_tokens": MANY * MANY}
+        layout = replace(plan.layout, settings=replace(plan.layout.settings, durable_grace=60.0, **room))
         plan = replace(plan, layout=layout, requests=with_returns(returns, plan.requests))
     others = Random(f"back with foreign groups of layers {seed}")
     if others.random() < _REGROUPED:

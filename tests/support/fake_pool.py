@@ -54,7 +54,7 @@ class Prefixes:
 
     def hashes(self, start: int, end: int) -> np.ndarray:
         """[end - start] int64."""
-        return np.array(self._hashes[start:end], np.int64)
+        return np.frombuffer(self._hashes[start:end], np.int64)
 
 
 class FakePool:
@@ -132,12 +132,13 @@ class FakePool:
 
     def _read(self, blocks: Sequence[int], group: int, first: int, end: int) -> np.ndarray:
         """The hashes of the tokens from `first` to `end` in this group; below 0 where the slots are."""
-        column = blocks[group :: self._groups.num_groups]
+        column = blocks if self._groups.num_groups == 1 else blocks[group :: self._groups.num_groups]
         begin, num_blocks = first // self._block_size, -(-end // self._block_size)
         if num_blocks > len(column):
             raise IndexError(f"slot {end - 1} is in none of {len(column)} blocks")
         slots = self._gpu[list(column[begin:num_blocks])].reshape(-1)
-        return slots[first - begin * self._block_size : end - begin * self._block_size] ^ salt_of(group)
+        found = slots[first - begin * self._block_size : end - begin * self._block_size]
+        return found ^ salt_of(group) if group else found
 
     def _places(self, blocks: Sequence[int], start: int, end: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The blocks and slots of these tokens, in each group."""
