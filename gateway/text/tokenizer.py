@@ -2,12 +2,12 @@
 
 import codecs
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import tokenizers
 import tokenizers.decoders
@@ -24,6 +24,7 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.rpc.errors import InvalidArgument
 from quire.runtime.settings import ConfigurationError
 
+_Text = TypeVar("_Text")
 # Up to this many characters or tokens (about a millisecond of work) run on the event loop; more run in a thread.
 _INLINE_LENGTH = 4096
 # The usual text of a token.
@@ -137,7 +138,7 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """Text of a few token ids; unknown ids have no text."""
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=not include_special_tokens)
+        text = _decoded(self._tokenizer.decode, list(token_ids), not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
 
     async def decode_any(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
@@ -225,12 +226,12 @@ class Tokenizer:
         return silent
 
     def _decode_all(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return _decoded(self._tokenizer.decode, token_ids, False)
 
     # The batch calls release the interpreter lock, and `encode_batch_fast` keeps no offsets.
 
     def _decode_long(self, token_ids: Sequence[int], include_special_tokens: bool) -> str:
-        (text,) = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=not include_special_tokens)
+        (text,) = _decoded(self._tokenizer.decode_batch, [list(token_ids)], not include_special_tokens)
         return cleaned_up(text) if self._cleans_up else text
 
     def _encode_long_pair(self, text: str, second: str) -> list[int]:
@@ -249,6 +250,17 @@ def _encoding() -> Iterator[None]:
         yield
     except Exception as error:  # the library raises bare Exception
         raise InvalidArgument(f"the model's tokenizer cannot encode this text: {error}") from error
+
+
+def _decoded(decode: Callable[..., _Text], token_ids: Sequence[Any], skip_special_tokens: bool) -> _Text:
+    """What the library decodes. Raises RuntimeError if it panics: its own error is no Exception, and would end all
+    requests of a step where it should end one."""
+    try:
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise RuntimeError(f"the model's tokenizer cannot decode these tokens: {error}") from error
+        raise
 
 
 class TokenTexts:

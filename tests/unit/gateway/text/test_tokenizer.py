@@ -4,6 +4,7 @@ import asyncio
 import json
 import string
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -238,6 +239,22 @@ async def test_a_text_that_a_vocabulary_without_an_unknown_token_cannot_spell_is
         await tokenizer.encode("cat" * repeats, add_special_tokens=False)
     with pytest.raises(InvalidArgument, match="tokenizer cannot encode this text"):
         await tokenizer.encode_pair("the" * repeats, "cat" * repeats)
+
+
+class PanicException(BaseException):
+    """As the library raises it: its class has no public name."""
+
+
+async def test_a_panic_of_the_library_ends_the_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def panic(*_: object, **__: object) -> str:
+        raise PanicException("byte index 1 is out of range")
+
+    tokenizer = wrapped(byte_level())
+    library = SimpleNamespace(decode=panic, decode_batch=panic)
+    monkeypatch.setattr(tokenizer, "_tokenizer", library)
+    for token_ids in ([1], [1] * 5000):
+        with pytest.raises(RuntimeError, match="tokenizer cannot decode these tokens: byte index 1"):
+            await tokenizer.decode_any(token_ids, include_special_tokens=True)
 
 
 async def test_truncation_of_the_tokenizer_file_is_not_applied():
