@@ -369,14 +369,15 @@ class _Layout:
         if base in BY_KEY and not self._joins_inputs:
             yield from self._parts_by_key(tensor, prefix, BY_KEY[base])
             return
-        shares, experts, shape = self._shares(bases), 1, tensor.shape
+        layer = 0 if block is None else int(block["number"])
+        shares, experts, shape = self._shares(bases, layer), 1, tensor.shape
         if "*" in str(names[0]):
             if len(shape) not in (2, 3) or shape[0] > _MAX_EXPERTS:
                 raise self._error(tensor, f"has shape {list(shape)}, which does not fit experts")
             experts, shape = shape[0], shape[1:]
         if shape[0] % sum(shares):
             raise self._error(tensor, f"has {shape[0]} rows, which do not divide into {', '.join(bases)}")
-        has_keys = block is None or int(block["number"]) < self._first_without_keys
+        has_keys = layer < self._first_without_keys
         for expert in range(experts):
             first = expert * shape[0]
             for each, name, share in zip(bases, names, shares, strict=True):
@@ -412,11 +413,15 @@ class _Layout:
     def _full_name(name: str | None, kind: str) -> str:
         return name if name is not None and name.endswith(WITHOUT_KIND) else f"{name}.{kind}"
 
-    def _shares(self, bases: Sequence[str]) -> Sequence[int]:
-        if len(bases) == 3:
-            heads, kv_heads = self._heads("head_count"), self._heads("head_count_kv")
-            return (heads, kv_heads, kv_heads)
-        return (1,) * len(bases)
+    def _shares(self, bases: Sequence[str], layer: int) -> Sequence[int]:
+        if len(bases) != 3:
+            return (1,) * len(bases)
+        fields, heads = GgufFields(self._header), self._heads("head_count")
+        if not fields.has("attention.head_count_kv"):
+            return (heads,) * 3
+        count = fields.size("block_count")
+        kv_heads = fields.sizes("attention.head_count_kv", count, minimum=0)[min(layer, count - 1)]
+        return (heads, kv_heads, kv_heads)
 
     def _heads(self, name: str) -> int:
         fields = GgufFields(self._header)

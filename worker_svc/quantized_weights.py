@@ -27,6 +27,8 @@ from worker_svc.quantized_packages import auto_round, bitsandbytes, hqq, modelop
 from worker_svc.weights import Checkpoint, SafeTensor, StoredTensor
 
 _logger = logging.getLogger(__name__)
+_WITH_INPUTS_FIRST = {"GPT2LMHeadModel", "OpenAIGPTLMHeadModel"}
+"""Models whose weights are [in, out]; packages quantize them with the outputs first."""
 
 
 def with_quantized_weights(
@@ -73,8 +75,14 @@ def read_quantized_weights(checkpoint: Checkpoint, described: ModelDirectory) ->
         weight = read(module)
         for used in module.used:
             tensors.pop(used, None)
-        tensors[weight.name] = weight
+        tensors[weight.name] = _turned(weight) if described.architecture in _WITH_INPUTS_FIRST else weight
     return checkpoint.with_tensors(tensors)
+
+
+def _turned(weight: QuantizedWeight | ExpandedWeight) -> ExpandedWeight:
+    kind = weight.coding if isinstance(weight, ExpandedWeight) else weight.dtype
+    shape = weight.shape[::-1]
+    return ExpandedWeight(weight.file, weight.name, kind, shape, weight.num_bytes, lambda: weight.read().T)
 
 
 def _has_codes(weight: str, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -60,6 +60,7 @@ _UNSUPPORTED = {
     "arrow_config": "is a mixture of adapters",
     "use_bdlora": "is BD-LoRA",
     "kasa_config": "is KaSA",
+    "monteclora_config": "is MonteCLoRA",
 }
 """Fields of adapter_config.json that must be absent or false, and the kind of adapter that has them."""
 _SUPPORTED = "supported are LoRA and rsLoRA of linear layers"

@@ -519,7 +519,7 @@ def test_a_quantized_tensor_of_experts_is_read_expert_by_expert(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe", "granite"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral", "qwen3_moe", "granite", "gemma4-shared"])
 def test_tensors_that_a_converter_has_merged_are_read_apart(tmp_path: Path, family: str, kind: Kind) -> None:
     make(tmp_path / "model", family)
     apart = gguf_weights(write_gguf(tmp_path / "a.gguf", tmp_path / "model", quantization=kind))

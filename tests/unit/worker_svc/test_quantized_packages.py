@@ -128,6 +128,32 @@ def test_a_model_computes_what_the_model_of_these_numbers_does(tmp_path: Path, n
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_weights_of_gpt_2_are_stored_with_the_outputs_first(tmp_path: Path) -> None:
+    """Without codes they are [in, out]."""
+    for name in ("plain", "quantized"):
+        make_model(tmp_path / name, "gpt2-tied-32")
+    numbers: Tensors = {}
+
+    def quantize(tensors: Tensors) -> Tensors:
+        changed: Tensors = {}
+        for name, tensor in tensors.items():
+            if not name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+                changed[name] = tensor
+                continue
+            parts, weight = bitsandbytes_8_bits(*tensor.shape[::-1], seed=len(numbers))
+            numbers[name] = weight.T.contiguous()
+            changed |= {f"{name.removesuffix('weight')}{kind}": part for kind, part in parts.items()}
+        return changed
+
+    edit_tensors(tmp_path / "quantized", quantize)
+    edit_config(tmp_path / "quantized", quantization_config=BITSANDBYTES | {"load_in_8bit": True})
+    edit_tensors(tmp_path / "plain", lambda tensors: tensors | numbers)
+    models = [load_model(tmp_path / each, device=CPU, dtype=torch.float32) for each in ("quantized", "plain")]
+    found, wanted = (PagedRunner(model, [[7, 9, 8]], block_size=4).step(Span(0, 0, 3)) for model in models)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    assert len(numbers) == 8
+
+
 @parametrize_in_turn("name, num_ranks", FORMATS, [(2,), (1,)])
 def test_codes_of_whole_numbers_are_multiplied_as_the_file_has_them(
     tmp_path: Path, name: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch

@@ -119,6 +119,7 @@ def test_what_velora_needs_for_gradients_is_left_out(tmp_path: Path) -> None:
         ("use_dora", True, "is DoRA"),
         ("use_bdlora", {"nblocks": 2}, "is BD-LoRA"),
         ("kasa_config", {"beta": 0.1}, "is KaSA"),
+        ("monteclora_config", {"num_samples": 8}, "is MonteCLoRA"),
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("peft_type", None, "peft_type is None"),
         ("bias", "all", "bias is 'all'"),
