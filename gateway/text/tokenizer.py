@@ -253,7 +253,7 @@ def _encoding() -> Iterator[None]:
 
 
 def _decoded(decode: Callable[..., _Text], token_ids: Sequence[Any], skip_special_tokens: bool) -> _Text:
-    """The texts of tokens, by the library. Raises RuntimeError if it panics: its own error is no Exception, and would end all
+    """Decodes tokens by the library. Raises RuntimeError if it panics: its own error is no Exception, and would end all
     requests of a step where it should end one."""
     try:
         return decode(token_ids, skip_special_tokens=skip_special_tokens)
