@@ -132,6 +132,9 @@ class CoreFlags:
         minimum=0.01,
         maximum=1,
     )
+    max_mixed_prefill_tokens: int | None = setting(
+        None, "maximum number of prompt tokens in a step that also decodes; not given, no limit", minimum=16
+    )
     max_steps_in_flight: int = setting(2, "max steps that are planned before the first is over", minimum=1, maximum=4)
     max_drafts: int = setting(
         0, "max drafts of a sequence that a step verifies, each right by --acceptance; 0: none", minimum=0, maximum=64
@@ -295,6 +298,7 @@ class SimulateFlags(DeviceFlags, LoadFlags, CoreFlags, FleetFlags):
                 policy=PolicyKind(self.policy),
                 preemption_mode=PreemptionMode(self.preemption_mode),
                 max_prefill_share=self.max_prefill_share,
+                max_mixed_prefill_tokens=self.max_mixed_prefill_tokens,
                 max_drafts=self.max_drafts,
                 fixed_tokens=fixed_tokens(costs),
                 full_groups=sizes.get("full_groups", 1),

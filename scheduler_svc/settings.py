@@ -43,6 +43,12 @@ class QueueFlags(ServiceFlags):
         minimum=0.01,
         maximum=1,
     )
+    max_mixed_prefill_tokens: int | None = setting(
+        None,
+        "maximum number of prompt tokens in a step that also decodes: running streams wait less for each step, and a "
+        "prompt takes more steps; not given, 256 on a CPU, no limit on a GPU",
+        minimum=16,
+    )
     preemption_mode: str = setting(
         "auto",
         "how preempted requests free their blocks: swap to host memory, recompute, or auto by kind of request",

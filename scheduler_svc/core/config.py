@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.paging.block_tables import BlockTableLayout
 
+# A prompt goes on by as many if layers keep states.
+_LEAST_MIXED = 3
+
 
 class PolicyKind(enum.Enum):
     """In which order groups are admitted and preempted; see `policy`."""
@@ -36,6 +39,7 @@ class SchedulerConfig:
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
     `tenant_overflow` is the share of the queue's bounds that tenants below their equal part of it may take beyond
     them. `max_prefill_share` is the share of a step's remaining tokens that a prompt takes while shorter prompts wait.
+    A step that also decodes computes at most `max_mixed_prefill_tokens` of prompts, if that is given.
     With `prepares_constraints` the workers compile constraints on request, before rows need them. `max_adapters` is the
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
@@ -60,6 +64,7 @@ class SchedulerConfig:
     pin_quota: float = 0.25
     max_pinned: float = 0.5
     max_prefill_share: float = 0.5
+    max_mixed_prefill_tokens: int | None = None
     prepares_constraints: bool = False
     max_adapters: int = 0
     max_drafts: int = 0
@@ -106,6 +111,10 @@ class SchedulerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be in [0, 1]")
         if not 0 < self.max_prefill_share <= 1:
             raise ValueError(f"max_prefill_share is {self.max_prefill_share}, must be in (0, 1]")
+        if self.max_mixed_prefill_tokens is not None and self.max_mixed_prefill_tokens < _LEAST_MIXED:
+            raise ValueError(
+                f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens}, must be at least {_LEAST_MIXED}, or None"
+            )
 
     @property
     def swaps_from(self) -> int:

@@ -113,6 +113,7 @@ def config_of(start: recording_pb2.RecordedStart) -> SchedulerConfig:
     values |= {"policy": PolicyKind(start.policy), "preemption_mode": PreemptionMode(start.preemption_mode)}
     # 0 in recordings of earlier releases.
     values["max_passes"] = max(start.max_passes, 1)
+    values["max_mixed_prefill_tokens"] = start.max_mixed_prefill_tokens or None
     values["full_groups"] = start.full_groups if start.windowed_groups else max(start.full_groups, 1)
     return SchedulerConfig(**values)
 

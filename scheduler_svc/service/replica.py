@@ -61,6 +61,8 @@ _OF_WORKERS = (
 )  # fmt: skip
 """Parts of the core's configuration that settings and workers have under the same name."""
 
+# A CPU computes them in about the time in which a person notices a pause, and hardly slower than more at once.
+_MAX_MIXED_ON_CPU = 256
 _logger = logging.getLogger(__name__)
 _LEASE_BYTES = 16
 # A timer may fire a little early.
@@ -389,7 +391,7 @@ class Replica:
 def core_config(settings: SchedulerSettings, info: ReplicaInfo) -> SchedulerConfig:
     """The core's configuration: the workers' pool, and of each limit the lower of ours and the workers'."""
     max_num_batched_tokens = min(settings.max_num_batched_tokens, info.max_num_batched_tokens)
-    num_further = 2 if info.state_blocks else 0
+    num_further, on_cpu = 2 if info.state_blocks else 0, info.device == "cpu"
     return SchedulerConfig(
         **{name: getattr(settings, name) for name in _OF_SETTINGS},
         **{name: getattr(info, name) for name in _OF_WORKERS},
@@ -397,8 +399,9 @@ def core_config(settings: SchedulerSettings, info: ReplicaInfo) -> SchedulerConf
         # Each running sequence takes at least one token of a step, and a prompt goes on by three if layers keep states.
         max_num_seqs=min(settings.max_num_seqs, info.max_num_rows, max(max_num_batched_tokens - num_further, 1)),
         max_num_batched_tokens=max_num_batched_tokens,
+        max_mixed_prefill_tokens=settings.max_mixed_prefill_tokens or (_MAX_MIXED_ON_CPU if on_cpu else None),
         # On a CPU the pool is in the same memory: host blocks would be copies, and no additional room.
-        caches_on_host=info.device != "cpu",
+        caches_on_host=not on_cpu,
         policy=PolicyKind(settings.policy),
         preemption_mode=PreemptionMode(settings.preemption_mode),
     )

@@ -563,6 +563,8 @@ class CheckedScheduler(Scheduler):
             return
         num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
         left = self.config.max_num_batched_tokens - num_decodes
+        if num_decodes and self.config.max_mixed_prefill_tokens is not None:
+            left = min(left, self.config.max_mixed_prefill_tokens)
         least = admission.LEAST_CHUNK_WITH_STATE if self.config.state_blocks else 1
         # The rest must not be one token, if layers keep states.
         slack = int(self.config.state_blocks > 0)

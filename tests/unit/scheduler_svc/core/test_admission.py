@@ -53,6 +53,17 @@ def test_a_short_prompt_behind_a_long_one_has_its_first_token_soon(share, steps)
     assert steps_to_first_token(driver, 2) == steps
 
 
+def test_a_step_that_also_decodes_computes_few_tokens_of_prompts():
+    driver = make_driver(max_mixed_prefill_tokens=8)
+    driver.submit(make_request(1, prompt_len=40, max_tokens=4))
+    steps = [plan(driver).num_tokens for _ in range(2)]
+    driver.submit(make_request(2, prompt_len=30, max_tokens=1))
+    driver.submit(make_request(3, prompt_len=5, max_tokens=1))
+    steps += [plan(driver).num_tokens for _ in range(4)]
+    # 32 tokens are a step's, and its last token needs no step of the first request.
+    assert steps == [32, 8, 1 + 8, 1 + 8, 1 + 8, 11]
+
+
 def test_steps_are_as_full_as_without_a_bound():
     num_steps = []
     for share in (0.3, 0.5, 1.0):
@@ -108,6 +119,7 @@ def test_what_is_cached_does_not_count_as_length():
         ("watermark", 0, 0.99, -0.01, 1),
         *[(name, 0, 1, -0.01, 1.01) for name in ("pin_quota", "max_pinned", "tenant_overflow")],
         ("max_prefill_share", 0.01, 1, 0, 1.01),
+        ("max_mixed_prefill_tokens", 3, None, 2, None),
     ],
 )
 def test_limits_have_bounds(name, least, most, too_little, too_much):

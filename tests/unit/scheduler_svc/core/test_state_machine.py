@@ -50,6 +50,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_pinned=st.sampled_from([0.3, 1.0]),
         max_in_flight=st.integers(1, 3),
         max_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
+        max_mixed_prefill_tokens=st.sampled_from([None, 3, 5]),
         max_reclaimed=st.sampled_from([1, 256]),
         is_cache_watched=st.booleans(),
         prepares_constraints=st.booleans(),
