@@ -23,7 +23,7 @@ _LAUNCHER = str(Path(__file__).with_name("launch.py"))
 # The line that `run_service` prints before it exits with status 2.
 _REFUSAL = re.compile(r"quire \w+: error: .+")
 # A service that dies at once needs no standby, and the imports of one must not slow down a start.
-_STANDBY_AFTER_S = 5.0
+_STANDBY_AFTER_S = 2.0
 # Once the process is gone, only the rest in its pipes is left to read.
 _PIPES_GRACE_S = 1.0
 
@@ -39,23 +39,24 @@ def print_error(line: str) -> None:
 
 
 class RestartBackoff:
-    """Doubles the wait with each death in a row, up to `max_s`. A life as long as `max_s` resets it: starts are then no
-    more frequent than with the maximum wait, and a process that is killed in service comes back at once.
+    """Doubles the wait with each death in a row, up to `max_s`. A life of `reset_s`, by default `max_s`, resets it: a
+    process that is killed in service comes back at once.
 
     A process that ended by itself, as services do on SIGTERM or when they lost a peer, did not die: it waits no longer
     than after a first death.
     """
 
-    def __init__(self, *, first_s: float = 0.1, max_s: float = 5.0) -> None:
+    def __init__(self, *, first_s: float = 0.1, max_s: float = 5.0, reset_s: float | None = None) -> None:
         self._first_s = first_s
         self._max_s = max_s
+        self._reset_s = max_s if reset_s is None else reset_s
         self._next_s = first_s
 
     def delay_s(self, lived_s: float, *, died: bool = True) -> float:
         """The wait after a life of `lived_s` seconds."""
         if not died:
             return self._first_s
-        if lived_s >= self._max_s:
+        if lived_s >= self._reset_s:
             self._next_s = self._first_s
         delay = self._next_s
         self._next_s = min(2 * delay, self._max_s)

@@ -40,6 +40,8 @@ _NEEDED = ("jinja2", "safetensors", "starlette", "tokenizers", "torch", "uvicorn
 _LISTENING = "quire-gateway: listening "
 # The maximum that a gateway needs to end after its live requests have drained; the others have nothing to drain.
 _EXIT_GRACE_S = 5.0
+# A standby serves half a second after its turn began: after this life it has served.
+_IN_SERVICE_S = 2.0
 # Standby processes take a tenth of it.
 _MIN_BYTES_FOR_STANDBY = 2 << 30
 _PROBE = "quire-serve-probe"
@@ -367,7 +369,10 @@ class LocalServer:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ConfigurationError(f"two processes would be called {twice}; give a model another name: NAME=DIR")
         return [
-            [SupervisedProcess(spec, report=self._report, backoff=RestartBackoff()) for spec in stage]
+            [
+                SupervisedProcess(spec, report=self._report, backoff=RestartBackoff(reset_s=_IN_SERVICE_S))
+                for spec in stage
+            ]
             for stage in stages
         ]
 

@@ -15,6 +15,8 @@ def test_waits_double_up_to_the_longest_for_who_died_and_a_long_life_forgives() 
     backoff = RestartBackoff()
     assert [backoff.delay_s(lived_s=1) for _ in range(8)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]
     assert [backoff.delay_s(lived_s=each) for each in (4.9, 5, 0)] == [5.0, 0.1, 0.2]
+    backoff = RestartBackoff(reset_s=2.0)
+    assert [backoff.delay_s(lived_s=each) for each in (1, 1.9, 2, 1)] == [0.1, 0.2, 0.1, 0.2]
     # A process that ended by itself did not die.
     backoff = RestartBackoff()
     assert [backoff.delay_s(lived_s=1, died=False) for _ in range(5)] == [0.1] * 5
