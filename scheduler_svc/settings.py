@@ -45,8 +45,8 @@ class QueueFlags(ServiceFlags):
     )
     max_mixed_prefill_tokens: int | None = setting(
         None,
-        "maximum number of prompt tokens in a step that also decodes: running streams wait less for each step, and a "
-        "prompt takes more steps; not given, 256 on a CPU, no limit on a GPU",
+        "maximum number of prompt tokens in a step that also decodes, unless more requests wait than run: streams wait "
+        "less for each step, and a prompt takes more steps; not given, 512 on a CPU, no limit on a GPU",
         minimum=16,
     )
     preemption_mode: str = setting(

@@ -37,10 +37,10 @@ class SchedulerConfig:
 
     `max_model_len` is the model's own limit; `max_len` is the one that counts. `watermark` is the share of the blocks
     that admission leaves free, `pin_quota` the share that one tenant's pins may hold, `max_pinned` that of all pins.
-    `tenant_overflow` is the share of the queue's bounds that tenants below their equal part of it may take beyond
-    them. `max_prefill_share` is the share of a step's remaining tokens that a prompt takes while shorter prompts wait.
-    A step that also decodes computes at most `max_mixed_prefill_tokens` of prompts, if that is given.
-    With `prepares_constraints` the workers compile constraints on request, before rows need them. `max_adapters` is the
+    `tenant_overflow` is the share of the queue's bounds that tenants below their equal part of it may take beyond them.
+    `max_prefill_share` is the share of a step's remaining tokens that a prompt takes while shorter prompts wait. A step
+    that also decodes computes at most `max_mixed_prefill_tokens` of prompts, if that is given and no more requests wait
+    than run. With `prepares_constraints` the workers compile constraints before rows need them. `max_adapters` is the
     workers' number of adapter slots. A sample may extend its row by one token and up to `max_drafts` drafts of the
     worker, while that pays: the fixed cost of a step equals the cost of `fixed_tokens` tokens (see `DraftBudget`). With
     `caches_on_host` the host blocks also keep blocks that the pool evicts. The layers of the model are in `full_groups`

@@ -245,6 +245,17 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         state = self._state
         may_grow = state.config.max_drafts > 0 or state.config.max_passes > 1
         state.batch.add_decodes(with_drafts=may_grow and not state.trials.are_on)
+        self._bound_prefills()
+
+    def _bound_prefills(self) -> None:
+        """Leaves few tokens of the step to prompts, for which the streams of the step wait, unless more requests wait
+        for their prompts than streams run."""
+        state = self._state
+        draft, rows, limit = state.batch.draft, state.batch.rows, state.config.max_mixed_prefill_tokens
+        if limit is None or not draft.num_decodes or draft.budget <= limit:
+            return
+        if draft.num_decodes >= len(state.waiting) + int((rows.active & rows.prefills).sum()):
+            draft.budget = limit
 
     def _add_prefills(self) -> None:
         self._state.shares.add_prefills()

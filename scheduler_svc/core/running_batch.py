@@ -148,6 +148,11 @@ class StepDraft(batch.StepDraft):
         self._max_passes = 1
 
     @property
+    def num_decodes(self) -> int:
+        """The number of rows that decode."""
+        return len(self._rows)
+
+    @property
     def has_chunks(self) -> bool:
         """Whether rows compute more than their newest token."""
         return bool(self._chunks)
@@ -286,7 +291,6 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         self.underway = BlocksUnderway(config.block_size, config.max_num_batched_tokens)
         self.drafts = DraftBudget(config.max_num_seqs, config.max_drafts, config.fixed_tokens)
         self._max_drafts, self._max_passes = config.max_drafts, config.max_passes
-        self._max_mixed_prefill = config.max_mixed_prefill_tokens or config.max_num_batched_tokens
         self.checkpoints: dict[int, list[Checkpoint]] = {}
         """Checkpoints that steps in flight make, by step."""
 
@@ -554,8 +558,6 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         if len(rows):
             drafts, max_passes = self._growth_of(rows) if with_drafts else (None, 1)
             self.draft.decode(rows, self.rows.num_computed[rows] - self.rows.num_unsure[rows], drafts, max_passes)
-            # Streams wait for the prompts of their step.
-            self.draft.budget = min(self.draft.budget, self._max_mixed_prefill)
 
     def _growth_of(self, rows: Array) -> tuple[Array | None, int]:
         """The number of tokens beyond one that each of these decoding rows may grow by, with slots for them (None for

@@ -61,8 +61,8 @@ _OF_WORKERS = (
 )  # fmt: skip
 """Parts of the core's configuration that settings and workers have under the same name."""
 
-# A CPU computes them in about the time in which a person notices a pause, and hardly slower than more at once.
-_MAX_MIXED_ON_CPU = 256
+# A CPU computes so many tokens at nearly the speed of more.
+_MAX_MIXED_ON_CPU = 512
 _logger = logging.getLogger(__name__)
 _LEASE_BYTES = 16
 # A timer may fire a little early.

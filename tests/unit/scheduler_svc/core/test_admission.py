@@ -58,10 +58,19 @@ def test_a_step_that_also_decodes_computes_few_tokens_of_prompts():
     driver.submit(make_request(1, prompt_len=40, max_tokens=4))
     steps = [plan(driver).num_tokens for _ in range(2)]
     driver.submit(make_request(2, prompt_len=30, max_tokens=1))
-    driver.submit(make_request(3, prompt_len=5, max_tokens=1))
     steps += [plan(driver).num_tokens for _ in range(4)]
-    # 32 tokens are a step's, and its last token needs no step of the first request.
-    assert steps == [32, 8, 1 + 8, 1 + 8, 1 + 8, 11]
+    # A step has up to 32 tokens. The first request ends, and the last step only has what is left of the second.
+    assert steps == [32, 8, 1 + 8, 1 + 8, 1 + 8, 6]
+
+
+def test_steps_are_full_while_more_requests_wait_than_run():
+    driver = make_driver(max_mixed_prefill_tokens=8)
+    driver.submit(make_request(1, prompt_len=4, max_tokens=9))
+    plan(driver)
+    for handle in range(2, 7):
+        driver.submit(make_request(handle, prompt_len=15, max_tokens=9))
+    # One stream and five prompts, two of which are computed; then three of each, and four streams and two prompts.
+    assert [plan(driver).num_tokens for _ in range(4)] == [32, 3 + 8, 3 + 8, 4 + 8]
 
 
 def test_steps_are_as_full_as_without_a_bound():
