@@ -61,7 +61,7 @@ _OF_WORKERS = (
 )  # fmt: skip
 """Parts of the core's configuration that settings and workers have under the same name."""
 
-# A CPU computes so many tokens at nearly the speed of more.
+# A CPU computes this number of tokens at nearly the speed of more.
 _MAX_MIXED_ON_CPU = 512
 _logger = logging.getLogger(__name__)
 _LEASE_BYTES = 16

@@ -69,7 +69,7 @@ def test_steps_are_full_while_more_requests_wait_than_run():
     plan(driver)
     for handle in range(2, 7):
         driver.submit(make_request(handle, prompt_len=15, max_tokens=9))
-    # One stream and five prompts, two of which are computed; then three of each, and four streams and two prompts.
+    # One stream and five prompts: two of these are computed. Then there are three of each, and four and two.
     assert [plan(driver).num_tokens for _ in range(4)] == [32, 3 + 8, 3 + 8, 4 + 8]
 
 
