@@ -14,6 +14,7 @@ from weakref import ref
 
 import pytest
 
+from scheduler_svc.service import replica
 from tests.sim import worlds
 from tests.sim.plans import Plan, with_broken_naps
 from tests.sim.races import draw_moves_of_one_rank
@@ -86,6 +87,13 @@ def test_a_plan_with_parts_left_out_is_a_world_too() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("limit", [4, 8])
+def test_worlds_hold_where_a_step_with_streams_computes_few_tokens_of_prompts(limit: int) -> None:
+    with patch.object(replica, "_MAX_MIXED_ON_CPU", limit):
+        for seed in (870007, 871026):
+            run_world(draw_plan(seed))
+
+
 def test_a_world_is_the_same_in_another_process() -> None:
     """Compares worlds with another hash seed, and after other worlds: nothing depends on set order or addresses."""
     seeds = range(16, 18)

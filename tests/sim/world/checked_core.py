@@ -465,6 +465,8 @@ class CheckedScheduler(Scheduler):
         first = next(iter(self.waiting.next_few(1)), None) if len(self.waiting) <= admission._NUM_LOOKED_AT else None
         table = self.batch.rows
         prefilling = {row: (int(table.order[row]), table.num_uncomputed(row)) for row in table.prefilling().tolist()}
+        prompts = (table.active & table.prefills).nonzero()[0].tolist()
+        num_prompts = len(self.waiting) + len(prompts)
         plan = Planner.schedule(self.planner, now)
         if self.batch.blocks.blank or self.config.state_blocks:
             self._check_windows()
@@ -480,8 +482,13 @@ class CheckedScheduler(Scheduler):
             self._check_shares(plan, first)
             if prefilling:
                 self._check_first(plan, prefilling)
+            # Requests that came back to the queue while the step was planned wait in it, or have entered again.
+            num_prompts = max(num_prompts, len(self.waiting) + len(prompts) + len(plan.assign))
+            self._check_mixed(plan, _num_decodes(plan, prompts), num_prompts)
         # With drafts it is not known how much of a step was kept for them.
-        most = self.config.max_num_batched_tokens
+        most, limit = self.config.max_num_batched_tokens, self.config.max_mixed_prefill_tokens
+        if limit is not None and plan is not None and (num_decodes := _num_decodes(plan, prompts)):
+            most = min(most, num_decodes + limit)
         if self.config.state_blocks:
             # A prompt waits if its chunk, or what is left of it, would be one token.
             most -= admission.LEAST_CHUNK_WITH_STATE - 1
@@ -561,7 +568,7 @@ class CheckedScheduler(Scheduler):
         is_first &= all(table.order[each] > order for each in begun)
         if plan.max_drafts is not None or not is_first:
             return
-        num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
+        num_decodes = _num_decodes(plan, prefilled)
         left = self.config.max_num_batched_tokens - num_decodes
         if num_decodes and self.config.max_mixed_prefill_tokens is not None:
             left = min(left, self.config.max_mixed_prefill_tokens)
@@ -571,6 +578,17 @@ class CheckedScheduler(Scheduler):
         if chunks.get(row, 0) < min(length, max(least, int(left * self.config.max_prefill_share)) - slack):
             name = self.batch.sequence(row).request.request_id
             self._report(AssertionError(f"{name} is first, and gets {chunks.get(row, 0)} of {left} tokens of a step"))
+
+    def _check_mixed(self, plan: StepPlan, num_decodes: int, num_prompts: int) -> None:
+        """The streams of a step do not wait for more tokens of prompts than the configuration says, unless more prompts
+        wait than streams run."""
+        limit, num_new = self.config.max_mixed_prefill_tokens, plan.num_new_tokens
+        # A row with one token may decode, also one that comes back from host memory.
+        num_prefilled = int(num_new[num_new > 1].sum())
+        if limit is None or plan.max_drafts is not None or not num_prompts <= num_decodes > 0:
+            return
+        if num_prefilled > limit:
+            self._report(AssertionError(f"{num_decodes} streams wait for {num_prefilled} tokens of prompts"))
 
     def _check_shares(self, plan: StepPlan, first: SequenceGroup | None) -> None:
         """In a step that is full, a prompt gets no more than its share where a shorter one behind it gets a part, or
@@ -1229,3 +1247,10 @@ def expire_checked(reservations: Reservations, now: float) -> None:
 
 
 _expire = Reservations.expire_leases
+
+
+def _num_decodes(plan: StepPlan, prefilled: Collection[int]) -> int:
+    """The number of rows that decode, of a step without drafts."""
+    prompts = {*prefilled, *(each.row for each in plan.assign)}
+    rows = zip(plan.rows.tolist(), plan.num_new_tokens.tolist(), strict=True)
+    return sum(count == 1 and row not in prompts for row, count in rows)
