@@ -29,6 +29,8 @@ class SharedListener:
             return None
         if self._socket is None:
             self._socket = listen(self._address.host, self._address.port, reuse_port=True)
+            # `dup` sets a copy as the socket is set, and copies share the flag with all processes that accept.
+            self._socket.setblocking(False)
         return self._socket.dup()
 
     def begin(self, name: str) -> None:
