@@ -260,11 +260,11 @@ class CodeMultiplier : public CodeProducts {
 
   template <class Format, int kTokens>
   static void multiply_panel(const Pass& args, int64_t panel, int64_t token, const TokenPiece* tokens, bool is_first) {
-    using Blocks = CodedBlocks<Format, true>;
+    using Blocks = CodedBlocks<Format, true, 1>;
     constexpr int kChunks = 4 / Blocks::kParts;
     const int64_t pieces = args.in_features / kPanel;
     Blocks blocks(args, panel);
-    Vec sums[kTokens][2][2][kVectorsOfHalf] = {};
+    Vec sums[kTokens][2] = {};
     for (int64_t piece = 0; piece < pieces; ++piece, ++tokens) {
       const std::byte* chunk = blocks.next();
       if (is_first && args.addends != nullptr) args.addends->step();
@@ -273,46 +273,35 @@ class CodeMultiplier : public CodeProducts {
       for (int tile = 0; tile < 2; ++tile) {
 #pragma GCC unroll 2
         for (int part = 0; part < Blocks::kParts; ++part) {
-          IntVec whole[kTokens][2][kVectorsOfHalf] = {};
+          IntVec pairs[kTokens][2] = {};
 #pragma GCC unroll 4
           for (int i = part * kChunks; i < (part + 1) * kChunks; ++i, chunk += Format::kCodeBytes) {
             if (is_first) fetch_ahead(chunk, Format::kCodeBytes);
-            for (int at = 0; at < kVectorsOfHalf; ++at) {
-              IntVec codes[2];
-              load_bytes_of<Format>(chunk, at * kWidth, codes);
+            IntVec codes[2];
+            load_bytes_of<Format>(chunk, 0, codes);
 #pragma GCC unroll 4
-              for (int t = 0; t < kTokens; ++t) {
-                const IntVec x = repeat8(tokens[t * pieces].values + 8 * i);
-                for (int half = 0; half < 2; ++half)
-                  whole[t][half][at] = add_code_products<kSmall<Format>>(whole[t][half][at], codes[half], x);
-              }
+            for (int t = 0; t < kTokens; ++t) {
+              const IntVec x = repeat8(tokens[t * pieces].values + 8 * i);
+              for (int half = 0; half < 2; ++half)
+                pairs[t][half] = add_code_products<kSmall<Format>>(pairs[t][half], codes[half], x);
             }
           }
-          const float *scales = blocks.scales(tile, part * kChunks), *minima = blocks.minima(tile, part * kChunks);
-          for (int half = 0; half < 2; ++half)
-            for (int at = 0; at < kVectorsOfHalf; ++at) {
-              const Vec scale = load(scales + 16 * half + at * kWidth),
-                        minimum = load(minima + 16 * half + at * kWidth);
+          const Vec scale = load(blocks.scales(tile, part * kChunks)),
+                    minimum = load(blocks.minima(tile, part * kChunks));
 #pragma GCC unroll 4
-              for (int t = 0; t < kTokens; ++t) {
-                Vec& sum = sums[t][tile][half][at];
-                // Both lanes of a column have its sum.
-                sum = fma(to_floats(sums_of_pairs(whole[t][half][at])), scale, sum);
-                if constexpr (kAddsMinima<Format>) sum = fma(minimum, set1(tokens[t * pieces].sums[part]), sum);
-              }
-            }
+          for (int t = 0; t < kTokens; ++t) {
+            Vec& sum = sums[t][tile];
+            const IntVec evens = even_lanes(pairs[t][0], pairs[t][1]), odds = odd_lanes(pairs[t][0], pairs[t][1]);
+            sum = fma(to_floats({evens.v + odds.v}), scale, sum);
+            if constexpr (kAddsMinima<Format>) sum = fma(minimum, set1(tokens[t * pieces].sums[part]), sum);
+          }
         }
       }
     }
     alignas(64) float lines[kTokens][kPanel];
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t)
-      for (int tile = 0; tile < 2; ++tile) {
-        alignas(64) float pairs[kPanel];
-        for (int half = 0; half < 2; ++half)
-          for (int at = 0; at < kVectorsOfHalf; ++at) store(pairs + 16 * half + at * kWidth, sums[t][tile][half][at]);
-        for (int column = 0; column < kTile; ++column) lines[t][tile * kTile + column] = pairs[2 * column];
-      }
+      for (int tile = 0; tile < 2; ++tile) store(lines[t] + tile * kTile, sums[t][tile]);
     finish(args, panel, token, kTokens, lines[0]);
   }
 

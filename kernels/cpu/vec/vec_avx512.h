@@ -102,11 +102,6 @@ inline IntVec odd_lanes(IntVec a, IntVec b) {
   const __m512i odd = _mm512_add_epi32(even_lane_numbers(), _mm512_set1_epi32(1));
   return whole(_mm512_permutex2var_epi32(bits_of(a), odd, bits_of(b)));
 }
-// Lanes 2 i and 2 i + 1 have the sum of both.
-inline IntVec sums_of_pairs(IntVec x) {
-  return whole(_mm512_add_epi32(bits_of(x), _mm512_shuffle_epi32(bits_of(x), _MM_PERM_CDAB)));
-}
-
 // Adds the products of the four unsigned bytes of each word of `codes` with signed ones. kSmall: no code is above 127,
 // so that sums of two products fit 16 bits.
 template <bool kSmall>

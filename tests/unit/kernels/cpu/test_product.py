@@ -122,9 +122,10 @@ def test_tokens_that_are_rounded_get_the_same_bits_on_every_instruction_set(isa:
     assert torch.equal(*results)
 
 
-@parametrize_pairwise("isa,dtype,in_features", ISAS, DTYPES, [33, 384, 1000])
+# Products in float16 are oneDNN's, for which docs/exactness.md promises no bits.
+@parametrize_pairwise("isa,dtype,in_features", ISAS, (torch.float32, torch.bfloat16), [33, 384, 1000])
 def test_a_token_has_the_same_bits_with_few_and_with_many(isa: str, dtype: torch.dtype, in_features: int) -> None:
-    kernels = products_of(isa, dtype, Quantization.NONE)
+    kernels = make_kernels(isa)
     x, bias = torch.randn(600, in_features).to(dtype), torch.randn(70).to(dtype)
     packed = kernels.pack_weight(make_weight(70, in_features, dtype), False, Quantization.NONE)
     whole = kernels.product(x, packed, bias, "gelu", dtype)
