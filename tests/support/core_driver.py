@@ -613,7 +613,7 @@ class Driver:
         }
 
     def _sequences_of(self, plan: StepPlan) -> dict[int, CoreSequence]:
-        """The sequences in the rows of a plan, without those of pins."""
+        """The sequences in the rows of a plan, without pins."""
         sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
         return {
             row: each for row, each in sequences.items() if each is not None and each.request.key.client != PIN_CLIENT
