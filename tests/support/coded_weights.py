@@ -6,19 +6,8 @@ import torch
 
 from kernels.packed_weight import CodedWeight, Coding, GroupScales
 
-# Byte offsets of the float16 numbers of a group.
-_FLOAT16_AT = {
-    Coding.Q4_K: (0, 2),
-    Coding.Q5_K: (0, 2),
-    Coding.Q6_K: (208,),
-    Coding.Q8_0: (0,),
-    Coding.Q4_0: (0,),
-    Coding.Q4_1: (0, 2),
-    Coding.Q5_0: (0,),
-    Coding.Q5_1: (0, 2),
-    Coding.IQ4_XS: (0,),
-    Coding.IQ4_NL: (0,),
-}
+_FLOAT16_AT = {Coding.Q6_K: (208,), **dict.fromkeys((Coding.Q4_K, Coding.Q5_K, Coding.Q4_1, Coding.Q5_1), (0, 2))}
+"""Byte offsets of the float16 numbers of a group, if it is not one number at its beginning."""
 _LARGEST = {
     Coding.Q4_K: 15 * 63,
     Coding.Q5_K: 31 * 63,
@@ -60,7 +49,7 @@ def make_coded(coding: Coding, out_features: int, num_groups: int, seed: int = 0
         return make_scaled(coding, out_features, max(in_features, 2), inputs, dtype, seed=seed, has_zeros=seed % 2 == 1)
     generator = np.random.default_rng(seed)
     groups = generator.integers(0, 256, (out_features, num_groups, coding.group[1]), dtype=np.uint8)
-    for at in _FLOAT16_AT[coding]:
+    for at in _FLOAT16_AT.get(coding, (0,)):
         numbers = (generator.normal(0, 0.05, groups.shape[:2]) / _LARGEST[coding]).astype("<f2")
         groups[..., at : at + 2] = numbers[..., None].view(np.uint8)
     return CodedWeight(coding, torch.from_numpy(groups.reshape(out_features, -1)))

@@ -33,6 +33,7 @@ from scheduler_svc.core.request import (
 )
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
+from scheduler_svc.core.sequence import Sequence as CoreSequence
 from scheduler_svc.core.step import ClientEvents, SampleLogprobs, StepPlan, StepResult, Usage
 from tests.support.logprobs import Line, columns_of
 
@@ -605,13 +606,17 @@ class Driver:
                 assert not parameters or parameters in self.compiled, "a row came before its constraint"
 
     def _refusing_rows(self, plan: StepPlan) -> set[int]:
-        sequences = [(row, self.scheduler.batch.rows.sequences[row]) for row in plan.rows.tolist()]
         return {
             row
-            for row, sequence in sequences
-            if sequence is not None
-            and sequence.request.key.client != PIN_CLIENT
-            and sequence.num_tokens >= self.refusing.get(sequence.request.key.handle, sys.maxsize)
+            for row, sequence in self._sequences_of(plan).items()
+            if sequence.num_tokens >= self.refusing.get(sequence.request.key.handle, sys.maxsize)
+        }
+
+    def _sequences_of(self, plan: StepPlan) -> dict[int, CoreSequence]:
+        """The sequences in the rows of a plan, without pins."""
+        sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
+        return {
+            row: each for row, each in sequences.items() if each is not None and each.request.key.client != PIN_CLIENT
         }
 
     def tell(self) -> list[Preparation]:
@@ -668,14 +673,8 @@ class Driver:
         self._answer(told)
 
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
-        sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
-        return {
-            row: (-1 - sequence.request.key.handle, self.failing[sequence.request.key.handle])
-            for row, sequence in sequences.items()
-            if sequence is not None
-            and sequence.request.key.client != PIN_CLIENT
-            and sequence.request.key.handle in self.failing
-        }
+        handles = {row: each.request.key.handle for row, each in self._sequences_of(plan).items()}
+        return {row: (-1 - each, self.failing[each]) for row, each in handles.items() if each in self.failing}
 
     def deliver(self) -> dict[ClientId, ClientEvents]:
         """Applies the oldest result that was held back."""
@@ -769,14 +768,8 @@ class Driver:
 
     def _deadly_rows(self, plan: StepPlan) -> dict[int, int]:
         """Rows, and the position of the token at which the worker dies."""
-        sequences = {row: self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()}
-        return {
-            row: self.deadly[sequence.request.key.handle] - 1
-            for row, sequence in sequences.items()
-            if sequence is not None
-            and sequence.request.key.client != PIN_CLIENT
-            and sequence.request.key.handle in self.deadly
-        }
+        handles = {row: each.request.key.handle for row, each in self._sequences_of(plan).items()}
+        return {row: self.deadly[each] - 1 for row, each in handles.items() if each in self.deadly}
 
     def _die(self) -> dict[ClientId, ClientEvents]:
         self.num_deaths += 1
@@ -784,11 +777,9 @@ class Driver:
         return self.crash()
 
     def _is_refused(self, plan: StepPlan) -> bool:
-        sequences = [self.scheduler.batch.rows.sequences[row] for row in plan.rows.tolist()]
         return None in self.results or any(
-            sequence.num_tokens >= self.poisoned.get(sequence.request.key.handle, sequence.num_tokens + 1)
-            for sequence in sequences
-            if sequence is not None and sequence.request.key.client != PIN_CLIENT
+            each.num_tokens >= self.poisoned.get(each.request.key.handle, sys.maxsize)
+            for each in self._sequences_of(plan).values()
         )
 
     def _refuse(self) -> dict[ClientId, ClientEvents]:

@@ -10,29 +10,8 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-WORDS = [
-    "the",
-    "a",
-    "of",
-    "in",
-    "to",
-    "cat",
-    "dog",
-    "sat",
-    "ran",
-    "on",
-    "mat",
-    "hat",
-    "big",
-    "small",
-    "red",
-    "blue",
-    "once",
-    "upon",
-    "time",
-    "there",
-    "was",
-]
+_TEXT = "the a of in to cat dog sat ran on mat hat big small red blue once upon time there was"
+WORDS = _TEXT.split()
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _PIECES = [*_SPECIAL, *WORDS, *_LETTERS, *(f"##{letter}" for letter in _LETTERS)]

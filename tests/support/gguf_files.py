@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,10 @@ _SIGMOIDS = (
 _NEMOTRON = ("nemotron_h", "nemotron_h_moe")
 _ONLY_STATES = ("mamba", "mamba2")
 _DELTA_RULES = ("qwen35", "qwen35moe", "qwen3next")
+_WITH_STATES = (
+    *("lfm2", "lfm2moe", "granitehybrid", "falcon-h1", "jamba"),
+    *(*_DELTA_RULES, *_NEMOTRON, *_ONLY_STATES),
+)
 _MOST_LAYERS = 8
 _EXPERT = re.compile(r"(.*(?:experts|layernorm\.norms|altup_\w+))\.\d+\.(.*)")
 _WITHOUT_KIND = ("correct_output_scale", "layer_scalar", ".experts.down_proj", ".experts.gate_up_proj")
@@ -155,10 +159,8 @@ def write_gguf(
         value = next((config[name] for name in names if config.get(name) is not None), None)
         if value is None and key == "feed_forward_length":
             value = 4 * config["n_embd"]
-        if isinstance(value, list):
-            writer.add_array(f"{architecture}.{key}", value)
-        elif value is not None:
-            writer.add_uint32(f"{architecture}.{key}", value)
+        if value is not None:
+            _set_fields(writer, {f"{architecture}.{key}": value})
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -176,20 +178,10 @@ def write_gguf(
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("norm_topk_prob") and model_type not in ("deepseek_v2", "qwen3_moe"):
         writer.add_expert_weights_norm(True)
-    if "sliding_attention" in (config.get("layer_types") or ()) and architecture in (
-        *("olmo2", "exaone4", "exaone-moe"),
-    ):
+    has_windows = "sliding_attention" in (config.get("layer_types") or ())
+    if has_windows and architecture in ("olmo2", "exaone4", "exaone-moe"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if architecture in (
-        *_DELTA_RULES,
-        "lfm2",
-        "lfm2moe",
-        "granitehybrid",
-        "falcon-h1",
-        "jamba",
-        *_NEMOTRON,
-        *_ONLY_STATES,
-    ):
+    if architecture in _WITH_STATES:
         _add_states(writer, architecture, config)
     if architecture in ("gemma3n", "gemma4"):
         _add_shared_keys(writer, architecture, config)
@@ -198,18 +190,7 @@ def write_gguf(
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
-    kinds = {
-        bool: writer.add_bool,
-        str: writer.add_string,
-        int: writer.add_uint32,
-        float: writer.add_float32,
-        list: writer.add_array,
-    }
-    for key, value in further.items():
-        # The writer takes each key once.
-        writer.kv_data[0].pop(key, None)
-        if value is not None:
-            kinds[type(value)](key, value)
+    _set_fields(writer, further)
     if architecture == "gemma4" and factors is None:
         size = writer.kv_data[0]["gemma4.rope.dimension_count"].value
         turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
@@ -225,6 +206,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))), file)
+
+
+def _set_fields(writer: gguf.GGUFWriter, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Adds fields or replaces them; None removes one."""
+    kinds = {
+        bool: writer.add_bool,
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in values.items():
+        # The writer takes each key once.
+        writer.kv_data[0].pop(f"{prefix}{key}", None)
+        if value is not None:
+            kinds[type(value)](f"{prefix}{key}", value)
 
 
 def _add_rotation(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
@@ -272,12 +269,7 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
         fields["attention.head_count_kv"] = [config["num_key_value_heads"] if each else of_full for each in slides]
     if config["use_double_wide_mlp"]:
         fields["feed_forward_length"] = [inner * (1 + (index >= count)) for index in range(len(slides))]
-    for key, value in fields.items():
-        writer.kv_data[0].pop(f"{architecture}.{key}", None)
-        if isinstance(value, list):
-            writer.add_array(f"{architecture}.{key}", value)
-        else:
-            writer.add_uint32(f"{architecture}.{key}", value)
+    _set_fields(writer, fields, f"{architecture}.")
 
 
 def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
@@ -319,10 +311,7 @@ def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, An
             fields["ssm.dt_b_c_rms"] = config["model_type"] == "falcon_mamba"
         else:
             fields["ssm.time_step_rank"] = config["num_heads"]
-    for key, value in fields.items():
-        writer.kv_data[0].pop(f"{architecture}.{key}", None)
-        kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-        kinds[type(value)](f"{architecture}.{key}", value)
+    _set_fields(writer, fields, f"{architecture}.")
 
 
 def _as_stored(architecture: str, config: dict[str, Any], name: str, data: np.ndarray) -> np.ndarray:
@@ -374,9 +363,7 @@ def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     if not merged:
         sizes |= {f"{name}_mla": size for name, size in sizes.items() if name.startswith("attention")}
         sizes |= {"attention.key_length": rank + rotated, "attention.value_length": rank, "attention.head_count_kv": 1}
-    for key, value in sizes.items():
-        writer.kv_data[0].pop(f"{architecture}.{key}", None)
-        writer.add_uint32(f"{architecture}.{key}", value)
+    _set_fields(writer, sizes, f"{architecture}.")
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:

@@ -4,6 +4,7 @@ with LocalHub({"org/name": {"config.json": b"{}", ...}}) as hub:
     environ = hub.environ(tmp_path)  # for processes; `hub.use(monkeypatch, tmp_path)` for this one
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -13,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
@@ -63,21 +63,13 @@ class LocalHub:
     ignores_ranges: bool = False
 
     def __enter__(self) -> Self:
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Handler, self))
         self._server.daemon_threads = True
         self._serving = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._serving.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._serving.join()
@@ -122,8 +114,11 @@ class LocalHub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    hub: LocalHub
     protocol_version = "HTTP/1.1"
+
+    def __init__(self, hub: LocalHub, *connection: Any) -> None:
+        self.hub = hub
+        super().__init__(*connection)
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -158,13 +153,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _token(self) -> str | None:
         return (self.headers.get("authorization") or "").removeprefix("Bearer ") or None
 
-    def _refuse(self, status: int, code: str | None, message: str) -> None:
+    def _begin(self, status: int, num_bytes: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        if code is not None:
-            self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", message)
-        self.send_header("Content-Length", "0")
+        for name, value in {**headers, "Content-Length": str(num_bytes)}.items():
+            self.send_header(name, value)
         self.end_headers()
+
+    def _refuse(self, status: int, code: str | None, message: str) -> None:
+        self._begin(status, 0, ({} if code is None else {"X-Error-Code": code}) | {"X-Error-Message": message})
 
     def _send_info(self, repository: str, files: Mapping[str, bytes]) -> None:
         siblings: list[dict[str, Any]] = [
@@ -183,10 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
             "private": False,
         }
         body = json.dumps(info).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
+        self._begin(200, len(body), {"Content-Type": "application/json"})
         self.wfile.write(body)
 
     def _send_file(self, repository: str, files: Mapping[str, bytes], name: str, with_body: bool) -> None:
@@ -207,17 +200,12 @@ class _Handler(BaseHTTPRequestHandler):
         start = 0
         if not self.hub.ignores_ranges and (wanted := re.fullmatch(r"bytes=(\d+)-", self.headers.get("range") or "")):
             start = int(wanted[1])
-        self.send_response(206 if start else 200)
-        self.send_header("X-Repo-Commit", commit_of(files))
-        self.send_header("ETag", f'"{digest}"')
+        headers = {"X-Repo-Commit": commit_of(files), "ETag": f'"{digest}"', "Accept-Ranges": "bytes"}
         if is_large:
-            self.send_header("X-Linked-Etag", f'"{digest}"')
-            self.send_header("X-Linked-Size", str(len(content)))
-        self.send_header("Accept-Ranges", "bytes")
+            headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self._begin(206 if start else 200, len(content) - start, headers)
         if with_body:
             self._send_bytes(name, content, start)
 

@@ -3,7 +3,7 @@
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,23 @@ class Family:
     num_calls: int = 2
 
 
+def _family(
+    name: str, *shared: Mapping[str, Any], config: str | None = None, num_calls: int | None = None, **own: Any
+) -> Family:
+    """A family with shared fields and its own, and as many layers as have types. By default each layer calls attention
+    once, unless it keeps a state or reads the keys of another layer."""
+    fields: dict[str, Any] = dict(item for each in (*shared, own) for item in each.items())
+    layers = fields.get("layer_types") or fields.get("layers_block_type")
+    layers = layers or ["full_attention"] * fields.get("num_hidden_layers", 2)
+    fields["num_hidden_layers"] = len(layers)
+    count = sum(each not in ("linear_attention", "conv") for each in layers) - fields.get("num_kv_shared_layers", 0)
+    return Family(name, fields, config, count if num_calls is None else num_calls)
+
+
+def _yarn(factor: float, original: int, **further: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **further}
+
+
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
 
 LATENT = {
@@ -61,6 +78,7 @@ LATENT = {
 }
 # As of real models, whose products need no padding.
 WIDE_LATENT = {**LATENT, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32}
+_INDEX = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH}
 ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 EXPERTS = {**ROUTED, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 
@@ -92,404 +110,293 @@ _LLAMA = {"hidden_size": 128, "intermediate_size": 192}
 
 # The head size in the name is hidden size / heads. The first model of each family has no special features.
 SHAPES: dict[str, Family] = {
-    "gpt2-tied-32": Family("GPT2", _GPT2),
-    "gpt2-untied-64": Family("GPT2", {**_GPT2, "hidden_size": 128, "tie_word_embeddings": False, "n_inner": 96}),
-    "gpt2-80": Family("GPT2", {**_GPT2, "hidden_size": 160, "scale_attn_by_inverse_layer_idx": True}),
-    "opt-pre-norm-32": Family("OPT", _OPT),
-    "opt-post-norm-projected-64": Family(
-        "OPT", {**_OPT, "hidden_size": 128, "word_embed_proj_dim": 48, "do_layer_norm_before": False}
+    "gpt2-tied-32": _family("GPT2", _GPT2),
+    "gpt2-untied-64": _family("GPT2", _GPT2, hidden_size=128, tie_word_embeddings=False, n_inner=96),
+    "gpt2-80": _family("GPT2", _GPT2, hidden_size=160, scale_attn_by_inverse_layer_idx=True),
+    "opt-pre-norm-32": _family("OPT", _OPT),
+    "opt-post-norm-projected-64": _family(
+        "OPT", _OPT, hidden_size=128, word_embed_proj_dim=48, do_layer_norm_before=False
     ),
-    "opt-untied-80": Family("OPT", {**_OPT, "hidden_size": 160, "tie_word_embeddings": False}),
-    "llama-gqa-untied-32": Family("Llama", _LLAMA),
-    "llama-mha-tied-64": Family("Llama", {**_LLAMA, "num_attention_heads": 2, "tie_word_embeddings": True}),
-    "llama-mqa-80": Family("Llama", {**_LLAMA, "hidden_size": 160, "num_attention_heads": 2, "num_key_value_heads": 1}),
-    "llama-gqa-explicit-128": Family("Llama", {**_LLAMA, "head_dim": 128, "attention_bias": True, "mlp_bias": True}),
+    "opt-untied-80": _family("OPT", _OPT, hidden_size=160, tie_word_embeddings=False),
+    "llama-gqa-untied-32": _family("Llama", _LLAMA),
+    "llama-mha-tied-64": _family("Llama", _LLAMA, num_attention_heads=2, tie_word_embeddings=True),
+    "llama-mqa-80": _family("Llama", _LLAMA, hidden_size=160, num_attention_heads=2, num_key_value_heads=1),
+    "llama-gqa-explicit-128": _family("Llama", _LLAMA, head_dim=128, attention_bias=True, mlp_bias=True),
 }
 
 NATIVE: dict[str, Family] = {
-    "mistral-sliding": Family("Mistral", {"sliding_window": 20, "head_dim": 32}),
-    "mistral-full-tied": Family("Mistral", {"sliding_window": None, "tie_word_embeddings": True}),
-    "qwen2-tied": Family("Qwen2", {"tie_word_embeddings": True}),
-    "qwen2-upper-layer-sliding": Family(
-        "Qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}
-    ),
-    "qwen3": Family("Qwen3", {"head_dim": 32, "attention_bias": True}),
-    "qwen3-alternating": Family("Qwen3", {"head_dim": 16, "use_sliding_window": True, **ALTERNATING}),
-    "mixtral": Family("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 20}),
+    "mistral-sliding": _family("Mistral", sliding_window=20, head_dim=32),
+    "mistral-full-tied": _family("Mistral", sliding_window=None, tie_word_embeddings=True),
+    "qwen2-tied": _family("Qwen2", tie_word_embeddings=True),
+    "qwen2-upper-layer-sliding": _family("Qwen2", use_sliding_window=True, sliding_window=17, max_window_layers=1),
+    "qwen3": _family("Qwen3", head_dim=32, attention_bias=True),
+    "qwen3-alternating": _family("Qwen3", ALTERNATING, head_dim=16, use_sliding_window=True),
+    "mixtral": _family("Mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=20),
     # For a window of 0 transformers makes a mask that no layer of this model uses.
-    "qwen2-moe": Family(
+    "qwen2-moe": _family("Qwen2Moe", FEW_EXPERTS, shared_expert_intermediate_size=48),
+    "qwen2-moe-sliding-sparse": _family(
         "Qwen2Moe",
-        {**FEW_EXPERTS, "shared_expert_intermediate_size": 48},
+        FEW_EXPERTS,
+        num_hidden_layers=3,
+        shared_expert_intermediate_size=40,
+        decoder_sparse_step=2,
+        norm_topk_prob=True,
+        use_sliding_window=True,
+        sliding_window=17,
+        max_window_layers=3,
     ),
-    "qwen2-moe-sliding-sparse": Family(
-        "Qwen2Moe",
-        {
-            **FEW_EXPERTS,
-            "num_hidden_layers": 3,
-            "shared_expert_intermediate_size": 40,
-            "decoder_sparse_step": 2,
-            "norm_topk_prob": True,
-            "use_sliding_window": True,
-            "sliding_window": 17,
-            "max_window_layers": 3,
-        },
-        num_calls=3,
+    "qwen3-moe": _family("Qwen3Moe", FEW_EXPERTS, head_dim=16),
+    "qwen3-moe-normalized-dense": _family(
+        "Qwen3Moe", FEW_EXPERTS, head_dim=16, num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0]
     ),
-    "qwen3-moe": Family("Qwen3Moe", {**FEW_EXPERTS, "head_dim": 16}),
-    "qwen3-moe-normalized-dense": Family(
-        "Qwen3Moe",
-        {**FEW_EXPERTS, "head_dim": 16, "num_experts_per_tok": 3, "norm_topk_prob": True, "mlp_only_layers": [0]},
-    ),
-    "gemma": Family("Gemma", {"head_dim": 32, "num_key_value_heads": 1}),
+    "gemma": _family("Gemma", head_dim=32, num_key_value_heads=1),
     # Caps that change the output of random weights.
-    "gemma2-capped-alternating": Family(
+    "gemma2-capped-alternating": _family(
         "Gemma2",
-        {
-            "head_dim": 32,
-            "query_pre_attn_scalar": 40,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 1.5,
-            **ALTERNATING,
-        },
+        ALTERNATING,
+        head_dim=32,
+        query_pre_attn_scalar=40,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=1.5,
     ),
-    "gemma3-alternating": Family(
-        "Gemma3", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}, "Gemma3TextConfig"
+    "gemma3-alternating": _family(
+        "Gemma3", ALTERNATING, config="Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=40
     ),
-    "phi3": Family("Phi3", {"sliding_window": 20}),
-    "phi3-partial": Family(
-        "Phi3",
-        {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    "phi3": _family("Phi3", sliding_window=20),
+    "phi3-partial": _family(
+        "Phi3", num_key_value_heads=4, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.75}
     ),
-    "gemma3-scaled": Family(
+    "gemma3-scaled": _family(
         "Gemma3",
-        {
-            "head_dim": 16,
-            "query_pre_attn_scalar": 16,
-            "num_hidden_layers": 3,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "sliding_window": 9,
-            "final_logit_softcapping": 2.0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
+        config="Gemma3TextConfig",
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=9,
+        final_logit_softcapping=2.0,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
-        "Gemma3TextConfig",
-        num_calls=3,
     ),
     # Queries grow from token 32 on.
-    "ministral3": Family(
+    "ministral3": _family(
         "Ministral3",
-        {
-            "head_dim": 16,
-            "sliding_window": 40,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 16.0,
-                "original_max_position_embeddings": 32,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.3,
-            },
-        },
+        head_dim=16,
+        sliding_window=40,
+        rope_parameters=_yarn(16.0, 32, rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3),
     ),
-    "smollm3": Family(
-        "SmolLM3", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 20}, num_calls=4
-    ),
-    "seed-oss": Family("SeedOss", {"head_dim": 32}),
-    "granite": Family("Granite", _GRANITE),
-    "granite-moe": Family("GraniteMoe", {**_GRANITE, "num_local_experts": 4}),
-    "granite-moe-shared": Family(
-        "GraniteMoeShared", {**_GRANITE, "num_local_experts": 4, "shared_intermediate_size": 48}
-    ),
-    "olmo2": Family("Olmo2", {"attention_bias": True}),
-    "olmo3-alternating": Family(
+    "smollm3": _family("SmolLM3", num_hidden_layers=4, use_sliding_window=True, sliding_window=20),
+    "seed-oss": _family("SeedOss", head_dim=32),
+    "granite": _family("Granite", _GRANITE),
+    "granite-moe": _family("GraniteMoe", _GRANITE, num_local_experts=4),
+    "granite-moe-shared": _family("GraniteMoeShared", _GRANITE, num_local_experts=4, shared_intermediate_size=48),
+    "olmo2": _family("Olmo2", attention_bias=True),
+    "olmo3-alternating": _family(
         "Olmo3",
-        {
-            **ALTERNATING,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
-            },
+        ALTERNATING,
+        rope_parameters={
+            "full_attention": _yarn(8.0, 64),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
-    "exaone4": Family("Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 2}),
-    "exaone4-alternating": Family("Exaone4", {**ALTERNATING, "head_dim": 32}),
-    "glm": Family("Glm", {"head_dim": 16}),
-    "glm4": Family(
-        "Glm4", {"head_dim": 24, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
-    ),
-    "glm4-moe": Family(
+    "exaone4": _family("Exaone4", sliding_window=None, layer_types=["full_attention"] * 2),
+    "exaone4-alternating": _family("Exaone4", ALTERNATING, head_dim=32),
+    "glm": _family("Glm", head_dim=16),
+    "glm4": _family("Glm4", head_dim=24, rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25}),
+    "glm4-moe": _family(
         "Glm4Moe",
-        {
-            **ROUTED,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "routed_scaling_factor": 1.5,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-        },
+        ROUTED,
+        head_dim=16,
+        attention_bias=True,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
     ),
-    "minimax-m2": Family(
-        "MiniMaxM2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
-    ),
-    "cohere": Family("Cohere", {"logit_scale": 0.25, "attention_bias": True}),
-    "cohere-head-norms": Family("Cohere", {"use_qk_norm": True}),
-    "cohere2-alternating": Family("Cohere2", ALTERNATING),
-    "starcoder2": Family("Starcoder2", {"sliding_window": 20}),
-    "stablelm": Family("StableLm"),
-    "stablelm-parallel": Family("StableLm", {"use_parallel_residual": True, "use_qkv_bias": True}),
-    "stablelm-head-norms": Family("StableLm", {"use_qkv_bias": True, "qk_layernorm": True}),
-    "stablelm-one-head-of-keys": Family("StableLm", {"num_key_value_heads": 1, "qk_layernorm": True}),
-    "ernie4.5": Family("Ernie4_5", {"head_dim": 32, "use_bias": True}),
-    "hunyuan-dense": Family(
+    "minimax-m2": _family("MiniMaxM2", head_dim=16, num_local_experts=4, num_experts_per_tok=2, rotary_dim=8),
+    "cohere": _family("Cohere", logit_scale=0.25, attention_bias=True),
+    "cohere-head-norms": _family("Cohere", use_qk_norm=True),
+    "cohere2-alternating": _family("Cohere2", ALTERNATING),
+    "starcoder2": _family("Starcoder2", sliding_window=20),
+    "stablelm": _family("StableLm"),
+    "stablelm-parallel": _family("StableLm", use_parallel_residual=True, use_qkv_bias=True),
+    "stablelm-head-norms": _family("StableLm", use_qkv_bias=True, qk_layernorm=True),
+    "stablelm-one-head-of-keys": _family("StableLm", num_key_value_heads=1, qk_layernorm=True),
+    "ernie4.5": _family("Ernie4_5", head_dim=32, use_bias=True),
+    "hunyuan-dense": _family(
         "HunYuanDenseV1",
-        {
-            "head_dim": 16,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
-        },
+        head_dim=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
     ),
     # Latents, with heads of values that are smaller or larger than heads of keys. transformers 5.23 loses Youtu's
     # embedding of the padding token as it loads it.
-    "deepseek-v2": Family("DeepseekV2", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 16}),
-    "deepseek-v2-grouped": Family(
+    "deepseek-v2": _family("DeepseekV2", WIDE_LATENT, EXPERTS, v_head_dim=16),
+    "deepseek-v2-grouped": _family(
         "DeepseekV2",
-        {
-            **WIDE_LATENT,
-            **EXPERTS,
-            "v_head_dim": 16,
-            "q_lora_rank": None,
-            "topk_method": "group_limited_greedy",
-            "n_routed_experts": 6,
-            "n_group": 3,
-            "topk_group": 2,
-            "attention_bias": True,
-        },
+        WIDE_LATENT,
+        EXPERTS,
+        v_head_dim=16,
+        q_lora_rank=None,
+        topk_method="group_limited_greedy",
+        n_routed_experts=6,
+        n_group=3,
+        topk_group=2,
+        attention_bias=True,
     ),
-    "deepseek-v3": Family("DeepseekV3", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 32}),
-    "deepseek-v3-yarn": Family(
+    "deepseek-v3": _family("DeepseekV3", WIDE_LATENT, EXPERTS, v_head_dim=32),
+    "deepseek-v3-yarn": _family(
         "DeepseekV3",
-        {
-            **WIDE_LATENT,
-            **EXPERTS,
-            "v_head_dim": 16,
-            "n_routed_experts": 8,
-            "n_group": 4,
-            "topk_group": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "original_max_position_embeddings": 32,
-            },
-        },
+        WIDE_LATENT,
+        EXPERTS,
+        v_head_dim=16,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=_yarn(8.0, 32, rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0),
     ),
-    "glm4-moe-lite": Family("Glm4MoeLite", {**WIDE_LATENT, **EXPERTS, "v_head_dim": 16}),
-    "minicpm3": Family("MiniCPM3", {**WIDE_LATENT, "v_head_dim": 16}),
-    "youtu": Family("Youtu", {**WIDE_LATENT, "v_head_dim": 24, "pad_token_id": None}),
-    "phi-moe": Family("Phimoe", {"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True}),
-    "olmo": Family("Olmo"),
-    "olmo-clamped-moe": Family(
-        "Olmoe", {"clip_qkv": 0.5, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    "glm4-moe-lite": _family("Glm4MoeLite", WIDE_LATENT, EXPERTS, v_head_dim=16),
+    "minicpm3": _family("MiniCPM3", WIDE_LATENT, v_head_dim=16),
+    "youtu": _family("Youtu", WIDE_LATENT, v_head_dim=24, pad_token_id=None),
+    "phi-moe": _family("Phimoe", num_local_experts=4, lm_head_bias=True, attention_bias=True),
+    "olmo": _family("Olmo"),
+    "olmo-clamped-moe": _family("Olmoe", clip_qkv=0.5, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    "flex-olmo-moe": _family("FlexOlmo", num_experts=4, num_experts_per_tok=2),
+    "helium": _family("Helium", head_dim=16, attention_bias=True),
+    "arcee": _family("Arcee", mlp_bias=True),
+    "nemotron": _family("Nemotron", head_dim=16),
+    "jais2": _family("Jais2"),
+    "vault-gemma": _family("VaultGemma", ALTERNATING, head_dim=32, query_pre_attn_scalar=40),
+    "cwm": _family("Cwm", ALTERNATING, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "dots1-moe": _family(
+        "Dots1", ROUTED, ALTERNATING, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True
     ),
-    "flex-olmo-moe": Family("FlexOlmo", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "helium": Family("Helium", {"head_dim": 16, "attention_bias": True}),
-    "arcee": Family("Arcee", {"mlp_bias": True}),
-    "nemotron": Family("Nemotron", {"head_dim": 16}),
-    "jais2": Family("Jais2"),
-    "vault-gemma": Family("VaultGemma", {"head_dim": 32, "query_pre_attn_scalar": 40, **ALTERNATING}),
-    "cwm": Family(
-        "Cwm", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, **ALTERNATING}
+    "ernie4.5-moe": _family(
+        "Ernie4_5_Moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=48, moe_num_shared_experts=1
     ),
-    "dots1-moe": Family(
-        "Dots1", {**ROUTED, **ALTERNATING, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True}
-    ),
-    "ernie4.5-moe": Family(
-        "Ernie4_5_Moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 48, "moe_num_shared_experts": 1}
-    ),
-    "hunyuan-moe": Family("HunYuanMoEV1", {"head_dim": 16, "num_experts": 4, "moe_topk": 2}),
-    "ministral-alternating": Family("Ministral", {**ALTERNATING, "head_dim": 16}),
-    "solar-open-moe": Family("SolarOpen", {**ROUTED, "head_dim": 16, "n_shared_experts": 1}),
-    "exaone-moe": Family(
-        "ExaoneMoe", {**FEW_EXPERTS, **ALTERNATING, "num_shared_experts": 1, "first_k_dense_replace": 1}
-    ),
-    "hy-v3-moe": Family("HYV3", {**FEW_EXPERTS, "head_dim": 16, "num_shared_experts": 2, "attention_bias": True}),
+    "hunyuan-moe": _family("HunYuanMoEV1", head_dim=16, num_experts=4, moe_topk=2),
+    "ministral-alternating": _family("Ministral", ALTERNATING, head_dim=16),
+    "solar-open-moe": _family("SolarOpen", ROUTED, head_dim=16, n_shared_experts=1),
+    "exaone-moe": _family("ExaoneMoe", FEW_EXPERTS, ALTERNATING, num_shared_experts=1, first_k_dense_replace=1),
+    "hy-v3-moe": _family("HYV3", FEW_EXPERTS, head_dim=16, num_shared_experts=2, attention_bias=True),
     # Attention sinks.
-    "gpt-oss-moe": Family(
+    "gpt-oss-moe": _family(
         "GptOss",
-        {
-            **ALTERNATING,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150000.0,
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 16,
-            },
-        },
+        ALTERNATING,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters=_yarn(32.0, 16, rope_theta=150000.0, truncate=False),
     ),
     # Wider heads, but fewer, in layers without a window; the last two layers read the keys and values of others.
-    "gemma4-shared": Family("Gemma4", {**_GEMMA_4, "num_kv_shared_layers": 2}, "Gemma4TextConfig", num_calls=4),
-    "gemma4-wide-shared": Family(
+    "gemma4-shared": _family("Gemma4", _GEMMA_4, config="Gemma4TextConfig", num_kv_shared_layers=2),
+    "gemma4-wide-shared": _family(
         "Gemma4",
-        {
-            **_GEMMA_4,
-            "num_kv_shared_layers": 3,
-            "layer_types": [*(2 * ["sliding_attention", "full_attention"]), "sliding_attention", "full_attention"],
-            "attention_k_eq_v": False,
-            "use_double_wide_mlp": True,
-            "final_logit_softcapping": 2.0,
-        },
-        "Gemma4TextConfig",
-        num_calls=3,
+        _GEMMA_4,
+        config="Gemma4TextConfig",
+        num_kv_shared_layers=3,
+        layer_types=[*(2 * ["sliding_attention", "full_attention"]), "sliding_attention", "full_attention"],
+        attention_k_eq_v=False,
+        use_double_wide_mlp=True,
+        final_logit_softcapping=2.0,
     ),
-    "gemma4-moe": Family(
+    "gemma4-moe": _family(
         "Gemma4",
-        {
-            **_GEMMA_4,
-            "hidden_size_per_layer_input": 0,
-            "enable_moe_block": True,
-            "num_experts": 4,
-            "top_k_experts": 2,
-            "moe_intermediate_size": 48,
-        },
-        "Gemma4TextConfig",
-        num_calls=6,
+        _GEMMA_4,
+        config="Gemma4TextConfig",
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=48,
     ),
-    "gemma3n-shared": Family(
+    "gemma3n-shared": _family(
         "Gemma3n",
-        {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "layer_types": 2 * ["sliding_attention", "full_attention"],
-            "sliding_window": 20,
-            "head_dim": 16,
-            "intermediate_size": [96, 128, 96, 96],
-            "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 200,
-            "laurel_rank": 8,
-        },
-        "Gemma3nTextConfig",
-        num_calls=2,
+        config="Gemma3nTextConfig",
+        num_kv_shared_layers=2,
+        layer_types=2 * ["sliding_attention", "full_attention"],
+        sliding_window=20,
+        head_dim=16,
+        intermediate_size=[96, 128, 96, 96],
+        activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0],
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=200,
+        laurel_rank=8,
     ),
-    "gemma4-unified": Family(
+    "gemma4-unified": _family(
         "Gemma4Unified",
         {name: value for name, value in _GEMMA_4.items() if "per_layer" not in name},
-        "Gemma4UnifiedTextConfig",
-        num_calls=6,
+        config="Gemma4UnifiedTextConfig",
     ),
 }
 
 FOREIGN: dict[str, Family] = {
-    "phi": Family("Phi", {"partial_rotary_factor": 0.5}),
-    "falcon-new": Family("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon-multi-query": Family("Falcon", {"multi_query": True, "parallel_attn": True}),
-    "gpt-neox": Family("GPTNeoX", {"use_parallel_residual": True}),
-    "biogpt": Family("BioGpt"),
-    "gpt-bigcode": Family("GPTBigCode", {"multi_query": True}),
+    "phi": _family("Phi", partial_rotary_factor=0.5),
+    "falcon-new": _family("Falcon", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-multi-query": _family("Falcon", multi_query=True, parallel_attn=True),
+    "gpt-neox": _family("GPTNeoX", use_parallel_residual=True),
+    "biogpt": _family("BioGpt"),
+    "gpt-bigcode": _family("GPTBigCode", multi_query=True),
     # Own attention classes, which adapters replace.
-    "gptj": Family("GPTJ", {"rotary_dim": 8}),
-    "codegen": Family("CodeGen", {"rotary_dim": 8}),
-    "gpt-neo-alternating": Family("GPTNeo", {"attention_types": [[["global", "local"], 1]], "window_size": 17}),
-    "gpt-neox-japanese": Family("GPTNeoXJapanese"),
-    "gpt": Family("OpenAIGPT"),
-    "xglm": Family("XGLM", {"ffn_dim": 96}),
+    "gptj": _family("GPTJ", rotary_dim=8),
+    "codegen": _family("CodeGen", rotary_dim=8),
+    "gpt-neo-alternating": _family("GPTNeo", attention_types=[[["global", "local"], 1]], window_size=17),
+    "gpt-neox-japanese": _family("GPTNeoXJapanese"),
+    "gpt": _family("OpenAIGPT"),
+    "xglm": _family("XGLM", ffn_dim=96),
     # Biases for 12 heads are no powers of two, and no whole numbers of bfloat16.
-    "bloom": Family("Bloom", {"hidden_size": 96, "num_attention_heads": 12}),
-    "mpt": Family(
-        "Mpt", {"hidden_size": 96, "num_attention_heads": 12, "max_seq_len": MAX_LENGTH, "expansion_ratio": 2}
-    ),
-    "falcon-alibi": Family(
-        "Falcon", {"hidden_size": 96, "num_attention_heads": 12, "alibi": True, "multi_query": False}
-    ),
-    "falcon-alibi-multi-query": Family("Falcon", {"alibi": True, "multi_query": True}),
+    "bloom": _family("Bloom", hidden_size=96, num_attention_heads=12),
+    "mpt": _family("Mpt", hidden_size=96, num_attention_heads=12, max_seq_len=MAX_LENGTH, expansion_ratio=2),
+    "falcon-alibi": _family("Falcon", hidden_size=96, num_attention_heads=12, alibi=True, multi_query=False),
+    "falcon-alibi-multi-query": _family("Falcon", alibi=True, multi_query=True),
     # Attends to the best tokens, whose maximum number is the longest text.
-    "deepseek-v32": Family(
-        "DeepseekV32",
-        {**LATENT, **EXPERTS, "v_head_dim": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": MAX_LENGTH},
-    ),
+    "deepseek-v32": _family("DeepseekV32", LATENT, EXPERTS, _INDEX, v_head_dim=16),
     # Layers that attend twice.
-    "diffllama": Family("DiffLlama", num_calls=4),
-    "longcat-flash": Family(
+    "diffllama": _family("DiffLlama", num_calls=4),
+    "longcat-flash": _family(
         "LongcatFlash",
-        {
-            **LATENT,
-            "head_dim": 8,
-            "v_head_dim": 16,
-            "num_layers": 2,
-            "num_hidden_layers": 4,
-            "ffn_hidden_size": 96,
-            "expert_ffn_hidden_size": 48,
-            "n_routed_experts": 4,
-            "zero_expert_num": 2,
-            "moe_topk": 2,
-        },
-        num_calls=4,
+        LATENT,
+        head_dim=8,
+        v_head_dim=16,
+        num_layers=2,
+        num_hidden_layers=4,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=48,
+        n_routed_experts=4,
+        zero_expert_num=2,
+        moe_topk=2,
     ),
     # Layers that run several times.
-    "hrm-text": Family("HrmText", {"head_dim": 16, "num_hidden_layers": 1}, num_calls=8),
+    "hrm-text": _family("HrmText", head_dim=16, num_hidden_layers=1, num_calls=8),
     # Its base model is not found by name.
-    "llama4": Family(
+    "llama4": _family(
         "Llama4",
-        {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "intermediate_size_mlp": 96,
-            "num_local_experts": 4,
-            "attention_chunk_size": MAX_LENGTH,
-        },
-        "Llama4TextConfig",
-        num_calls=4,
+        config="Llama4TextConfig",
+        num_hidden_layers=4,
+        head_dim=16,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        attention_chunk_size=MAX_LENGTH,
     ),
-    "modernbert-decoder": Family("ModernBertDecoder", {"num_hidden_layers": 4, "sliding_window": 20}, num_calls=4),
+    "modernbert-decoder": _family("ModernBertDecoder", num_hidden_layers=4, sliding_window=20),
     # Attention sinks, with and without windows.
-    "granite-swa": Family("GraniteSWA", ALTERNATING),
-    "granite-moe-swa": Family("GraniteMoeSWA", {"num_local_experts": 4, **ALTERNATING}),
-    "flint": Family(
-        "Flint",
-        {
-            "head_dim": 16,
-            **FEW_EXPERTS,
-            "shared_expert_intermediate_size": 48,
-            "mlp_only_layers": [0],
-            **ALTERNATING,
-        },
+    "granite-swa": _family("GraniteSWA", ALTERNATING),
+    "granite-moe-swa": _family("GraniteMoeSWA", ALTERNATING, num_local_experts=4),
+    "flint": _family(
+        "Flint", FEW_EXPERTS, ALTERNATING, head_dim=16, shared_expert_intermediate_size=48, mlp_only_layers=[0]
     ),
     # Sinks only in layers with windows, and heads of values that are smaller than heads of keys.
-    "mimo-v2": Family(
-        "MiMoV2Flash",
-        {"head_dim": 16, "v_head_dim": 8, **ROUTED, **ALTERNATING},
-    ),
+    "mimo-v2": _family("MiMoV2Flash", ROUTED, ALTERNATING, head_dim=16, v_head_dim=8),
     # Attends to the best tokens, or to the tokens that the layer before found.
-    "hy-v4": Family(
-        "HYV4",
-        {
-            **LATENT,
-            "num_hidden_layers": 3,
-            "indexer_types": ["full", "shared", "full"],
-            "v_head_dim": 16,
-            **ROUTED,
-            "index_n_heads": 2,
-            "index_head_dim": 16,
-            "index_topk": MAX_LENGTH,
-        },
-        num_calls=3,
+    "hy-v4": _family(
+        "HYV4", LATENT, ROUTED, _INDEX, num_hidden_layers=3, indexer_types=["full", "shared", "full"], v_head_dim=16
     ),
 }
 
 _DELTA_RULE = {
-    "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
     "linear_key_head_dim": 16,
@@ -512,7 +419,6 @@ _JAMBA = {
 _MAMBA = {"num_hidden_layers": 2, "state_size": 16, "time_step_rank": 32, "intermediate_size": 128}
 
 _MAMBA_2 = {
-    "num_hidden_layers": 3,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
@@ -521,120 +427,91 @@ _MAMBA_2 = {
 
 STATES: dict[str, Family] = {
     # Layers that keep a state for each sequence.
-    "qwen3.5": Family("Qwen3_5", _DELTA_RULE, "Qwen3_5TextConfig", num_calls=1),
-    "qwen3-next-moe": Family(
-        "Qwen3Next", {**_DELTA_RULE, **FEW_EXPERTS, "shared_expert_intermediate_size": 48}, num_calls=1
-    ),
-    "olmo-hybrid": Family(
+    "qwen3.5": _family("Qwen3_5", _DELTA_RULE, config="Qwen3_5TextConfig"),
+    "qwen3-next-moe": _family("Qwen3Next", _DELTA_RULE, FEW_EXPERTS, shared_expert_intermediate_size=48),
+    "olmo-hybrid": _family(
         "OlmoHybrid",
-        {**{name: value for name, value in _DELTA_RULE.items() if name != "head_dim"}, "rope_parameters": _NO_BASE},
-        num_calls=1,
+        {name: value for name, value in _DELTA_RULE.items() if name != "head_dim"},
+        rope_parameters=_NO_BASE,
     ),
-    "kimi-linear": Family(
+    "kimi-linear": _family(
         "KimiLinear",
-        {
-            **WIDE_LATENT,
-            "num_hidden_layers": 3,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "linear_num_heads": 4,
-            "linear_head_dim": 32,
-            "v_head_dim": 32,
-            "moe_intermediate_size": 64,
-            "num_experts": 4,
-            "num_experts_per_token": 2,
-            "num_shared_experts": 1,
-            "num_expert_group": 1,
-        },
-        num_calls=1,
+        WIDE_LATENT,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        linear_num_heads=4,
+        linear_head_dim=32,
+        v_head_dim=32,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_token=2,
+        num_shared_experts=1,
+        num_expert_group=1,
     ),
-    "jamba": Family("Jamba", _JAMBA, num_calls=1),
+    "jamba": _family("Jamba", _JAMBA, num_calls=1),
     # No layer attends.
-    "mamba": Family("Mamba", _MAMBA, num_calls=0),
-    "falcon-mamba": Family("FalconMamba", {**_MAMBA, "use_bias": True}, num_calls=0),
-    "mamba-2": Family(
-        "Mamba2", {**_MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 2, "use_conv_bias": False}, num_calls=0
-    ),
-    "granite-hybrid": Family(
+    "mamba": _family("Mamba", _MAMBA, num_calls=0),
+    "falcon-mamba": _family("FalconMamba", _MAMBA, use_bias=True, num_calls=0),
+    "mamba-2": _family("Mamba2", _MAMBA, num_heads=8, head_dim=16, n_groups=2, use_conv_bias=False, num_calls=0),
+    "granite-hybrid": _family(
         "GraniteMoeHybrid",
-        {
-            **_GRANITE,
-            **_MAMBA_2,
-            "num_local_experts": 0,
-            "shared_intermediate_size": 48,
-            "position_embedding_type": "rope",
-            "mamba_proj_bias": True,
-            "time_step_limit": (0.01, 0.5),
-        },
-        num_calls=1,
+        _GRANITE,
+        _MAMBA_2,
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+        mamba_proj_bias=True,
+        time_step_limit=(0.01, 0.5),
     ),
-    "falcon-h1": Family(
+    "falcon-h1": _family(
         "FalconH1",
-        {
-            "mamba_d_ssm": 96,
-            "mamba_n_heads": 6,
-            "mamba_d_state": 16,
-            "mamba_n_groups": 2,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "mamba_proj_bias": True,
-            "projectors_bias": True,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "embedding_multiplier": 3.0,
-            "lm_head_multiplier": 0.5,
-            "mlp_multipliers": [0.75, 1.5],
-            "key_multiplier": 0.5,
-            "attention_in_multiplier": 1.25,
-            "attention_out_multiplier": 0.75,
-            "ssm_in_multiplier": 0.5,
-            "ssm_out_multiplier": 1.5,
-            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
-        },
+        mamba_d_ssm=96,
+        mamba_n_heads=6,
+        mamba_d_state=16,
+        mamba_n_groups=2,
+        mamba_rms_norm=True,
+        mamba_norm_before_gate=False,
+        mamba_proj_bias=True,
+        projectors_bias=True,
+        attention_bias=True,
+        mlp_bias=True,
+        embedding_multiplier=3.0,
+        lm_head_multiplier=0.5,
+        mlp_multipliers=[0.75, 1.5],
+        key_multiplier=0.5,
+        attention_in_multiplier=1.25,
+        attention_out_multiplier=0.75,
+        ssm_in_multiplier=0.5,
+        ssm_out_multiplier=1.5,
+        ssm_multipliers=[0.5, 0.75, 1.25, 1.5, 2.0],
     ),
     # Two shared blocks, the first used twice.
-    "zamba2": Family(
+    "zamba2": _family(
         "Zamba2",
-        {
-            "num_hidden_layers": 4,
-            "layers_block_type": ["hybrid", "hybrid", "linear_attention", "hybrid"],
-            "num_mem_blocks": 2,
-            "num_key_value_heads": 4,
-            "use_shared_attention_adapter": True,
-            "adapter_rank": 1,
-            "use_mem_rope": True,
-            "add_bias_linear": True,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 2,
-            "mamba_d_state": 4,
-        },
-        num_calls=3,
+        layers_block_type=["hybrid", "hybrid", "linear_attention", "hybrid"],
+        num_mem_blocks=2,
+        num_key_value_heads=4,
+        use_shared_attention_adapter=True,
+        adapter_rank=1,
+        use_mem_rope=True,
+        add_bias_linear=True,
+        n_mamba_heads=4,
+        mamba_ngroups=2,
+        mamba_d_state=4,
     ),
-    "lfm2": Family(
-        "Lfm2",
-        {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_bias": True},
-        num_calls=1,
-    ),
-    "lfm3": Family(
+    "lfm2": _family("Lfm2", layer_types=["conv", "full_attention", "conv"], conv_bias=True),
+    "lfm3": _family(
         "Lfm3",
-        {
-            "num_hidden_layers": 5,
-            "layer_types": ["conv", "sliding_attention", "conv", "full_attention", "sliding_attention"],
-            "sliding_window": 20,
-            "head_dim": 16,
-        },
-        num_calls=3,
+        layer_types=["conv", "sliding_attention", "conv", "full_attention", "sliding_attention"],
+        sliding_window=20,
+        head_dim=16,
     ),
-    "lfm2-moe": Family(
+    "lfm2-moe": _family(
         "Lfm2Moe",
-        {
-            **FEW_EXPERTS,
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "num_dense_layers": 1,
-            "routed_scaling_factor": 1.5,
-        },
-        num_calls=1,
+        FEW_EXPERTS,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
     ),
 }
 

@@ -80,19 +80,9 @@ def recurrence_case(
         return dict(zip(("query", "key", "value"), lines, strict=True)) | gates
 
     def call(tokens: Tensors, pages: StatePages, units: StateUnits) -> torch.Tensor:
-        return ops.linear_recurrence(
-            tokens["query"],
-            tokens["key"],
-            tokens["value"],
-            tokens["decay"],
-            tokens["beta"],
-            pages,
-            units,
-            delta=is_delta,
-            unit_norm=is_delta,
-            scale=scale,
-            skip=skip,
-        )
+        query, key, value, decay, beta = (tokens[name] for name in ("query", "key", "value", "decay", "beta"))
+        options: dict[str, Any] = {"delta": is_delta, "unit_norm": is_delta, "scale": scale, "skip": skip}
+        return ops.linear_recurrence(query, key, value, decay, beta, pages, units, **options)
 
     def exact(tokens: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         query, key, value, decay, beta = (tokens[n].double() for n in ("query", "key", "value", "decay", "beta"))
