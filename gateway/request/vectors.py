@@ -40,6 +40,7 @@ class VectorCall:
         cuts_start: Whether it is cut at its beginning, not at its end.
         dimensions: The number of first numbers of each vector to return, scaled to the length 1; None returns all.
         prompt_name: The prompt of the model that is put before each text; None puts the model's default.
+        max_document_tokens: The number of tokens after which the second text of a pair is cut; None cuts none.
     """
 
     model: str | None = None
@@ -49,6 +50,7 @@ class VectorCall:
     cuts_start: bool = False
     dimensions: int | None = None
     prompt_name: str | None = None
+    max_document_tokens: int | None = None
 
     def options(self, kind: ModelKind) -> RequestOptions:
         """A request without its prompt."""
@@ -108,10 +110,10 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
     return list(zip(first if len(first) == len(second) else [*first] * len(second), second, strict=True))
 
 
-def check_top_n(violations: Violations, top_n: int | None) -> None:
-    """Checks the number of documents to return."""
-    if top_n is not None and top_n < 1:
-        violations.add("top_n", f"is {top_n}; it must be at least 1")
+def check_positive(violations: Violations, field: str, number: int | None) -> None:
+    """Checks a number of documents or tokens in `field`."""
+    if number is not None and number < 1:
+        violations.add(field, f"is {number}; it must be at least 1")
 
 
 def best_first(scores: Sequence[float], top_n: int | None) -> list[int]:
@@ -168,6 +170,8 @@ async def requests_for_pairs(
     turns = Turns()
     requests: list[RequestOptions] = []
     for first, second in pairs:
+        if call.max_document_tokens is not None:
+            second = await made.tokenizer.beginning(second, call.max_document_tokens)
         requests.append(replace(options, prompt=TokenPrompt(await made.encode(first, second))))
         await turns.pause()
     return requests

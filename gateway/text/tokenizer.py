@@ -136,6 +136,18 @@ class Tokenizer:
                 return self._tokenizer.encode(text, second).ids
         return await self._executor.run(current_tenant(), size, self._encode_long_pair, text, second)
 
+    async def beginning(self, text: str, max_tokens: int) -> str:
+        """`text` up to the end of its token `max_tokens`, counted without special tokens. Raises as `encode`."""
+
+        def cut() -> str:
+            with _encoding():
+                offsets = self._tokenizer.encode_batch([text], add_special_tokens=False)[0].offsets
+            return text if len(offsets) <= max_tokens else text[: offsets[max_tokens - 1][1]]
+
+        if len(text) <= _INLINE_LENGTH:
+            return cut()
+        return await self._executor.run(current_tenant(), len(text), cut)
+
     def decode(self, token_ids: Sequence[int], *, include_special_tokens: bool) -> str:
         """Text of a few token ids; unknown ids have no text."""
         text = _decoded(self._tokenizer.decode, list(token_ids), not include_special_tokens)

@@ -21,7 +21,7 @@ from gateway.request.vectors import (
     best_first,
     check_count,
     check_pairs,
-    check_top_n,
+    check_positive,
     paired,
     requests_for_pairs,
     requests_for_texts,
@@ -76,7 +76,7 @@ class EmbeddingServicer:
     async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResponse:
         violations = Violations()
         check_count(violations, "documents", len(request.documents), "document")
-        check_top_n(violations, optional(request, "top_n"))
+        check_positive(violations, "top_n", optional(request, "top_n"))
         violations.raise_if_any()
         pairs = [(request.query, each) for each in request.documents]
         found = await self._scores(request, pairs, "documents")

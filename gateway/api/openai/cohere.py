@@ -58,20 +58,29 @@ class Meta(TypedDict):
     billed_units: BilledUnits
 
 
+Numbers = Iterable[list[float] | list[int] | str]
+
+
 class Embedded(TypedDict):
+    """With `embeddings_floats`, which only the first version of the API has, the vectors of one format."""
+
     id: str
-    response_type: Literal["embeddings_by_type"]
-    embeddings: Mapping[NumberFormat, Iterable[list[float] | list[int] | str]]
+    response_type: Literal["embeddings_by_type", "embeddings_floats"]
+    embeddings: Mapping[NumberFormat, Numbers] | Numbers
     texts: list[str]
     meta: Meta
 
 
-def meta_of(units: BilledUnits) -> Meta:
-    return {"api_version": {"version": "2"}, "billed_units": units}
+def meta_of(units: BilledUnits, version: Literal[1, 2] = 2) -> Meta:
+    return {"api_version": {"version": str(version)}, "billed_units": units}
 
 
 class EmbedCall(VectorsCall[EmbedBody]):
-    """Cohere's call."""
+    """Cohere's call, of the first or the second version of its API."""
+
+    def __init__(self, body: EmbedBody, model: str, version: Literal[1, 2] = 2) -> None:
+        super().__init__(body, model)
+        self._version: Literal[1, 2] = version
 
     async def requests(self, generator: Generator) -> list[RequestOptions]:
         body, files = self.body, generator.model.embedding
@@ -107,14 +116,16 @@ class EmbedCall(VectorsCall[EmbedBody]):
 
     def answer(self, results: Sequence[Result]) -> Mapping[str, Any]:
         found = Vectors.of(self.model, results, self.body.output_dimension)
+        by_type: dict[NumberFormat, Numbers] = {
+            each: LazyList(lambda write=_WRITERS[each]: map(write, found.vectors)) for each in self._types()
+        }
+        is_plain = self._version == 1 and not self.body.embedding_types
         answer: Embedded = {
             "id": self.id,
-            "response_type": "embeddings_by_type",
-            "embeddings": {
-                each: LazyList(lambda write=_WRITERS[each]: map(write, found.vectors)) for each in self._types()
-            },
+            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+            "embeddings": by_type["float"] if is_plain else by_type,
             "texts": self.body.texts,
-            "meta": meta_of({"input_tokens": sum(found.num_tokens)}),
+            "meta": meta_of({"input_tokens": sum(found.num_tokens)}, self._version),
         }
         return answer
 

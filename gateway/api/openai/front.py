@@ -68,7 +68,7 @@ _NOT_SHOWN = frozenset(
 )
 _COMPLETIONS, _CHATS, _EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 _RERANKS, _SCORES = ("/v1/rerank", "/v2/rerank", "/rerank"), "/v1/score"
-_COHERE = "/v2/embed"
+_COHERE = ("/v1/embed", "/v2/embed")
 _NAMES = {"text": "prompt", "input": "prompt", "token_ids": "tokens"}
 
 
@@ -263,7 +263,8 @@ def open_front(context: FrontContext) -> Front:
         """The vectors of texts, in the form of Cohere."""
         body = await parse(EmbedBody, await read_body(request, limits), limits)
         generator = models.of(body.model, ModelKind.VECTORS)
-        return respond(generator, EmbedCall(body, body.model or generator.model.name), context.keep_alive_s)
+        call = EmbedCall(body, body.model or generator.model.name, 1 if request.url.path.startswith("/v1/") else 2)
+        return respond(generator, call, context.keep_alive_s)
 
     async def embed_texts(request: Request) -> Response:
         """The vectors of texts, in the form of text-embeddings-inference."""
@@ -298,14 +299,14 @@ def open_front(context: FrontContext) -> Front:
             ApiRoute(_EMBEDDINGS, embeddings, method="POST", body=EmbeddingsBody, answer=Embeddings),
             *_text_routes(models, limits),
             *(ApiRoute(path, rerank, method="POST", body=RerankBody, answer=Reranked) for path in _RERANKS),
-            ApiRoute(_COHERE, embed, method="POST", body=EmbedBody, answer=Embedded),
+            *(ApiRoute(path, embed, method="POST", body=EmbedBody, answer=Embedded) for path in _COHERE),
             ApiRoute("/embed", embed_texts, method="POST", body=TextsBody, answer=list[list[float]]),
             ApiRoute("/similarity", similarity, method="POST", body=SimilarityBody, answer=list[float]),
             ApiRoute(_SCORES, score, method="POST", body=ScoreBody, answer=Scores),
         ],
         call_readers={_CHATS: read_chat, _COMPLETIONS: read_completion, _EMBEDDINGS: read_embeddings},
         # Other paths below /v2 are of KServe, whose errors have another form.
-        dialect_of=lambda scope: OPENAI if scope["path"] in (*_RERANKS, _COHERE) else None,
+        dialect_of=lambda scope: OPENAI if scope["path"] in (*_RERANKS, *_COHERE) else None,
     )
 
 

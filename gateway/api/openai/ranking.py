@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NotRequired, TypeVar
 
 from typing_extensions import TypedDict
@@ -19,7 +20,7 @@ from gateway.request.vectors import (
     best_first,
     check_count,
     check_pairs,
-    check_top_n,
+    check_positive,
     paired,
     requests_for_pairs,
 )
@@ -54,10 +55,12 @@ class RerankBody(RankingBody):
     documents: ListOf[str | TextDocument]
     top_n: int | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: int | None = None
 
     def check(self, violations: Violations, rule: FieldRule) -> None:
         check_count(violations, "documents", len(self.documents), "document")
-        check_top_n(violations, self.top_n)
+        check_positive(violations, "top_n", self.top_n)
+        check_positive(violations, "max_tokens_per_doc", self.max_tokens_per_doc)
 
 
 class ScoreBody(RankingBody):
@@ -113,10 +116,13 @@ class PairsCall(VectorsCall[BodyType]):
     def pairs(self) -> Sequence[tuple[str, str]]:
         """The texts."""
 
+    @property
+    def fields(self) -> VectorCall:
+        """The fields that hold for all pairs."""
+        return VectorCall(self.body.model, self.body.priority, priority_sign=-1, truncate=bool(self.body.truncate))
+
     async def requests(self, generator: Generator) -> list[RequestOptions]:
-        body = self.body
-        call = VectorCall(body.model, body.priority, priority_sign=-1, truncate=bool(body.truncate))
-        return await requests_for_pairs(generator, self.pairs, call)
+        return await requests_for_pairs(generator, self.pairs, self.fields)
 
     @abstractmethod
     def scored(self, head: Mapping[str, Any], scores: Sequence[float]) -> Mapping[str, Any] | LazyList[Any]:
@@ -130,11 +136,18 @@ class PairsCall(VectorsCall[BodyType]):
 
 
 class RerankCall(PairsCall[RerankBody]):
-    """With the field `meta` if the call has Cohere's form."""
+    """In Cohere's form the answer has the field `meta`, and documents that are too long are cut unless `truncate` is
+    false."""
 
     def __init__(self, body: RerankBody, model: str, *, is_cohere: bool = False) -> None:
         super().__init__(body, model)
+        self._is_cohere = is_cohere
         self._meta = {"meta": meta_of({"search_units": 1})} if is_cohere else {}
+
+    @property
+    def fields(self) -> VectorCall:
+        truncate = self._is_cohere if self.body.truncate is None else self.body.truncate
+        return replace(super().fields, truncate=truncate, max_document_tokens=self.body.max_tokens_per_doc)
 
     @property
     def pairs(self) -> Sequence[tuple[str, str]]:

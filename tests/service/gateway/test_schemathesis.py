@@ -59,7 +59,7 @@ RUNNING = {
     "/v1/embeddings": {"input": "hello"},
     **{path: {"query": "hello", "documents": ["a"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     "/v1/score": {"text_1": "hello", "text_2": "a"},
-    "/v2/embed": {"texts": ["hello"], "embedding_types": ["float", "ubinary"]},
+    **{path: {"texts": ["hello"], "embedding_types": ["float", "ubinary"]} for path in ("/v1/embed", "/v2/embed")},
     "/embed": {"inputs": "hello"},
     "/similarity": {"inputs": {"source_sentence": "hello", "sentences": ["a"]}},
     "/tokenize": {"prompt": "hello"},

@@ -403,6 +403,37 @@ async def test_the_client_of_hugging_face_gets_vectors_similarities_and_ranks(em
     assert ours["meta"] == {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}
 
 
+async def test_the_first_version_of_coheres_form_has_plain_vectors(embedder) -> None:
+    rig, texts = embedder[1], ["the cat", "a dog"]
+    plain = (await rig.http.post("/v1/embed", json={"texts": texts})).json()
+    by_type = (await rig.http.post("/v1/embed", json={"texts": texts, "embedding_types": ["float"]})).json()
+    assert (plain["response_type"], by_type["response_type"]) == ("embeddings_floats", "embeddings_by_type")
+    assert plain["embeddings"] == by_type["embeddings"]["float"]
+    np.testing.assert_array_equal(np.array(plain["embeddings"], np.float32), await over_http(rig, input=texts))
+    assert plain["meta"]["api_version"] == {"version": "1"}
+
+
+async def test_documents_are_cut_at_max_tokens_per_doc(ranker) -> None:
+    async def scores(path: str = "/v1/rerank", **fields: object) -> list[float] | str:
+        answer = (await ranker[1].http.post(path, json={"query": "cat", **fields})).json()
+        if "error" in answer:
+            return answer["error"]["message"]
+        return [each["relevance_score"] for each in sorted(answer["results"], key=lambda each: each["index"])]
+
+    documents = ["small blue hat", "a dog", "the"]
+    short = await scores(documents=["small blue", "a dog", "the"])
+    assert await scores(documents=documents, max_tokens_per_doc=2) == short != await scores(documents=documents)
+    assert await scores(documents=documents, max_tokens_per_doc=4096) == await scores(documents=documents)
+    assert "max_tokens_per_doc is 0; it must be at least 1" in str(
+        await scores(documents=documents, max_tokens_per_doc=0)
+    )
+    # Cohere cuts what is too long, and the others refuse it.
+    cut = await scores(documents=[LONG], truncate=True)
+    assert await scores("/v2/rerank", documents=[LONG]) == cut
+    assert "tokens" in (refused := str(await scores("/v2/rerank", documents=[LONG], truncate=False)))
+    assert refused == await scores(documents=[LONG])
+
+
 async def test_python_clients_and_commands_give_the_same(
     embedder, scheduler, ranker, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
