@@ -278,7 +278,8 @@ class Results:
 
     def _seal(self, step: StepInFlight, current: Array, result: StepResult) -> None:
         """Seals blocks that are full now, so that others can share them. A row that samples a token has finite keys and
-        values, so blocks that a failing request computed are never sealed.
+        values, so blocks that a failing request computed are never sealed. Layers with a window do not read all of its
+        context: with them a row seals nothing more after a chunk that was not finite.
 
         The newest token of a beam may be computed again, if the group is swapped before all its candidates came: its
         block is not final yet.
@@ -290,7 +291,7 @@ class Results:
             row = int(step.rows[index])
             if row in result.failures:
                 batch.underway.stop(row)
-            else:
+            elif batch.rows.seals_chunks[row] or not batch.blocks.blank:
                 batch.seal(row, int(num_full[index]))
 
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
@@ -304,6 +305,7 @@ class Results:
             invalid = rows[current & np.isin(rows, list(result.non_finite_chunks))]
             batch.rows.seals_chunks[invalid] = False
             for row in invalid.tolist():
+                batch.sequence(row).is_finite = False
                 batch.underway.stop(row)
         num_full = step.chunk_num_computed // batch.blocks.block_size
         due = current & batch.rows.seals_chunks[rows] & (num_full > batch.rows.num_sealed[rows])

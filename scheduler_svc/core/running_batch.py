@@ -92,7 +92,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_entered[row] = sequence.num_tokens
         self.waits[row] = sequence.leader is not None
         self.num_unsure[row] = self.windows_start[row] = 0
-        self.seals_chunks[row] = True
+        self.seals_chunks[row] = sequence.is_finite
         self.shares_state[row] = False
 
     def prefilling(self) -> Array:
@@ -106,6 +106,7 @@ class RowTable(batch.RowTable[Sequence]):
         self.num_entered[child] = self.num_entered[parent]
         self.num_sealed[child] = self.num_sealed[parent]
         self.windows_start[child] = self.windows_start[parent]
+        self.seals_chunks[child] = self.seals_chunks[parent]
         self.shares_state[[parent, child]] = True
 
     def grow(self, rows: Array, max_drafts: Array) -> None:

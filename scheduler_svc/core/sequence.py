@@ -60,6 +60,8 @@ class Sequence(paging.Sequence):
     newest_checkpoint: list[tuple[BlockId, BlockHash]] = field(default_factory=list[tuple[BlockId, BlockHash]])
     partings: set[int] = field(default_factory=set[int])
     leader: "Sequence | None" = None
+    is_finite: bool = True
+    """No chunk of its prompt was not finite."""
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
@@ -109,10 +111,11 @@ class Sequence(paging.Sequence):
         self.prefix_hashes = parent.prefix_hashes.copy()
         self.held_back = parent.held_back.copy()
         self.cached_start = None
+        self.is_finite = parent.is_finite
 
     def lose_blocks(self) -> None:
         """The worker was lost, and the pool with it."""
-        self.row, self.partings, self.leader = None, set(), None
+        self.row, self.partings, self.leader, self.is_finite = None, set(), None, True
         self.block_table, self.state_blocks, self.newest_checkpoint = [], [], []
 
     def end_reason(self) -> FinishReason | None:

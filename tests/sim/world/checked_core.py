@@ -568,7 +568,8 @@ class CheckedScheduler(Scheduler):
         is_first &= all(table.order[each] > order for each in begun)
         if plan.max_drafts is not None or not is_first:
             return
-        num_decodes = _num_decodes(plan, prefilled)
+        # A sequence that comes back may decode in the step in which it enters.
+        num_decodes = sum(count == 1 and each not in prefilled for each, count in chunks.items())
         left = self.config.max_num_batched_tokens - num_decodes
         if num_decodes and self.config.max_mixed_prefill_tokens is not None:
             left = min(left, self.config.max_mixed_prefill_tokens)

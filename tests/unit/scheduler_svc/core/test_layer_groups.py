@@ -1,8 +1,10 @@
 """Layers with windows: what sequences hold, what the prefix cache serves, and what may run."""
 
+from dataclasses import replace
+
 import pytest
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, root_hash
 from scheduler_svc.core.prefix_index import PrefixHashes
 from scheduler_svc.core.request import NeverFitsError
 from tests.support.core_driver import Driver, make_config, make_request
@@ -103,3 +105,18 @@ def test_samples_of_one_request_share_their_prompt_in_all_groups(num_sequences: 
     driver.preempt(request)
     driver.finish(request)
     assert driver.usage[1].preemptions == 1
+
+
+def test_a_finite_token_does_not_seal_blocks_of_a_chunk_that_was_not_finite():
+    """The token reads the last 4 tokens, and its row holds blocks of tokens before them."""
+    config = make_config(full_groups=0, windowed_groups=1, window=4, max_num_batched_tokens=16)
+    driver, prompt = Driver(config, max_in_flight=1), list(make_request(1, prompt_len=70).prompt)
+    driver.submit(make_request(1, prompt=prompt, max_tokens=2))
+    for chunk in range(4):
+        driver.plan()
+        if chunk == 3:
+            driver.results[0] = replace(driver.results[0], non_finite_chunks=frozenset({0}))
+        driver.deliver()
+    driver.run_until_idle()
+    names, pool = PrefixHashes(root_hash(""), 4).first(17, prompt), driver.scheduler.batch.blocks.pool
+    assert [index for index, name in enumerate(names) if pool.hits([name])] == [*range(12)]
