@@ -2,6 +2,7 @@
 docs/internals/known_faults.md."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,19 @@ from scheduler_svc.core.running_batch import RowTable
 from tests.sim.known_faults import FAULTS, find
 from tests.sim.mutation import Patch, StalePatchError, patched
 from tests.sim.shrink import WorldFailedError, check_world
+from tests.sim.world.world import collect_worlds
 from tests.sim.worlds import draw_plan
 from tests.support.tiers import is_third_tier
 
 _TABLE = Path(__file__).parents[2] / "docs/internals/known_faults.md"
 _BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@pytest.fixture(autouse=True)
+def failed_worlds_are_freed() -> Iterator[None]:
+    """The error of a world that failed keeps it until the test is over."""
+    yield
+    collect_worlds()
 
 
 def test_patches_apply_to_what_stands_there() -> None:

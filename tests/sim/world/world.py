@@ -348,18 +348,19 @@ def without_collections() -> Iterator[None]:
     if not gc.isenabled():
         yield
         return
-    _collect()
+    collect_worlds()
     gc.disable()
     # Objects that exist already need not be visited again. A world among them would stay for ever.
     gc.freeze()
     try:
         yield
     finally:
-        _collect()
+        collect_worlds()
         gc.enable()
 
 
-def _collect() -> None:
+def collect_worlds() -> None:
+    """Frees worlds that nothing references any more, without a warning of the files that their processes left open."""
     with _silent_finalizers():
         # Finalizers of coroutines revive their world once.
         while gc.collect():

@@ -114,8 +114,9 @@ def test_a_finite_token_does_not_seal_blocks_of_a_chunk_that_was_not_finite():
     driver.submit(make_request(1, prompt=prompt, max_tokens=2))
     for chunk in range(4):
         driver.plan()
-        if chunk == 3:
-            driver.results[0] = replace(driver.results[0], non_finite_chunks=frozenset({0}))
+        result = driver.results[0]
+        if chunk == 3 and result is not None:
+            driver.results[0] = replace(result, non_finite_chunks=frozenset({0}))
         driver.deliver()
     driver.run_until_idle()
     names, pool = PrefixHashes(root_hash(""), 4).first(17, prompt), driver.scheduler.batch.blocks.pool
