@@ -61,7 +61,7 @@ class Sequence(paging.Sequence):
     partings: set[int] = field(default_factory=set[int])
     leader: "Sequence | None" = None
     is_finite: bool = True
-    """No chunk of its prompt was not finite."""
+    """All chunks of its prompt were finite so far."""
 
     @classmethod
     def of(cls, request: Request, index: int, token_ids: list[int], block_size: int) -> Self:
