@@ -115,6 +115,23 @@ def test_worlds_leave_nothing_in_memory() -> None:
     assert [each() for each in worlds] == [None, None]
 
 
+def test_a_world_opens_only_files_of_its_disks() -> None:
+    """The files of a killed process stay open until its objects are collected; a warning would then fail any test."""
+    plan = next(plan for plan in map(draw_plan, range(200)) if plan.layout.recording and plan.layout.recording.traces)
+    plan = replace(plan, faults=(Kill(1.0, "scheduler-0"),), requests=plan.requests[:2])
+    before, opened = _open_files(), list[set[str]]()
+    run_world(plan, on_quiet=lambda cluster: opened.append(_open_files() - before - _files_of(cluster)))
+    assert opened == [set()]
+
+
+def _open_files() -> set[str]:
+    return {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+
+
+def _files_of(cluster: Cluster) -> set[str]:
+    return {str(path) for disk in cluster.disks.values() for path in disk.folder.iterdir()}
+
+
 def test_a_process_that_dies_fails_only_the_world_that_it_ran(capsys: pytest.CaptureFixture[str]) -> None:
     def run(plan: Plan) -> Outcome:
         if plan.seed == 17:

@@ -459,7 +459,7 @@ class Cluster:
             role = "decode"
         settings = replace(self.layout.settings, listen=listen, workers=workers, role=role)
         if (recording := self.layout.recording) is not None:
-            trace = "/dev/full" if recording.traces else None
+            trace = "steps.json" if recording.traces else None
             settings = replace(settings, record=str(self.disks[node.host].recording), trace_steps=trace)
         await serve(settings)
 

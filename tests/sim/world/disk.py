@@ -20,7 +20,8 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.recording import files, recorder, replay
 from scheduler_svc.recording.recorder import Recorder
 from scheduler_svc.recording.replay import Replayer
-from scheduler_svc.service import replica
+from scheduler_svc.service import replica, step_loop
+from scheduler_svc.service.tracing import StepTrace
 from tests.sim.world.oracles import FalseAnswerError
 from tests.sim.world.world import Node, World
 
@@ -162,6 +163,22 @@ class _File(io.FileIO):
         return super().write(self.disk.taken(self, memoryview(data)))
 
 
+class _FullDevice(io.RawIOBase):
+    """The file of a trace of steps, on a full disk. A real one would stay open when its process is killed."""
+
+    name = "steps.json"
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _open_trace(path: str | None) -> StepTrace:
+    return StepTrace(None if path is None else io.TextIOWrapper(io.BufferedWriter(_FullDevice())))
+
+
 class SimRecorder(Recorder):
     """A recorder whose thread is a job of its process, which starts when operations wait.
 
@@ -256,6 +273,7 @@ def simulated_disks(
             (recorder, "subprocess", SimpleNamespace(Popen=_Compaction, DEVNULL=None, PIPE=None)),
             (SimRecorder, "make_scheduler", make_scheduler),
             (replica, "Recorder", SimpleNamespace(open=open_recorder)),
+            (step_loop, "StepTrace", SimpleNamespace(open=_open_trace)),
         ):
             stack.enter_context(patch.object(target, name, value))
         try:
