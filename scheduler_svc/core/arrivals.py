@@ -352,11 +352,12 @@ class Arrivals:
             self.arrive(pin.request(), now)
 
     def refit(self, config: SchedulerConfig, now: float) -> list[RequestFailure]:
-        """Workers were attached that have another pool or other limits. Called while nothing is in flight and no block
-        is held, as after `void_in_flight`. Requests and pins stay. Returns the requests that do not fit any more; pins
-        that do not fit are removed."""
+        """Workers were attached that have another pool or other limits. Called while nothing is in flight and the
+        blocks of no request are computed, as after `void_in_flight`. Requests and pins stay. Returns the requests that
+        do not fit any more; pins that do not fit are removed."""
         state = self._state
         assert not state.in_flight, "the worker was lost, and its steps with it"
+        state.fetches.restore_untold()
         pins = list(state.pins)
         for pin in pins:
             self._unpin(pin)

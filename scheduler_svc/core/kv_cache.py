@@ -125,7 +125,11 @@ class BlockManager(BlockTables[Sequence]):
         starts = list[tuple[int, int]]()
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
-            starts.append(self._allocate_one(sequence, shared))
+            self.reuse(sequence, shared)
+            # The host may have only the windows that one of the sequences reads.
+            table = shared if self.blank else self.more_cached(sequence, shared)
+            sequence.block_table = self.extended(table, sequence)
+            starts.append((len(table) // self.num_groups * self.block_size, len(table) // self.num_groups))
             _note_full(sequence, sequence.block_table, self.num_groups, before)
         return starts
 

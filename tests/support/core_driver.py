@@ -728,12 +728,19 @@ class Driver:
         assert blocks.host.pool.num_used == 0
 
     def crash(
-        self, *, was_alive: bool = False, config: SchedulerConfig | None = None, detail: str | None = None
+        self,
+        *,
+        was_alive: bool = False,
+        config: SchedulerConfig | None = None,
+        detail: str | None = None,
+        arrivals: Sequence[Request] = (),
     ) -> dict[ClientId, ClientEvents]:
         """The worker is lost with all steps in flight, and attached again; `config` changes its pool. `detail` is the
-        reason of the loss."""
+        reason of the loss. `arrivals` come in between."""
         self.scheduler.lose_in_flight(detail)
         self._forget_worker()
+        for request in arrivals:
+            self.submit(request)
         if config is not None:
             self._move_to(config)
         events = self.scheduler.judge_loss(was_alive=was_alive)

@@ -200,6 +200,16 @@ def test_a_request_with_windows_takes_no_more_blocks_than_were_counted_before(st
         window=12,
         state_blocks=state_blocks,
     )
+    extra, drawn = note_uncounted(driver), Random(0)
+    for handle in range(1, 30):
+        prompt = prompt_of(drawn.randrange(3), drawn.choice([16, 40, 64, 100]))
+        run(driver, make_request(handle, prompt=prompt, max_tokens=2))
+    assert driver.scheduler.move_counts.from_host > 0
+    assert max(extra) == 0
+
+
+def note_uncounted(driver: Driver) -> list[int]:
+    """Free blocks that each group takes, as it enters, in addition to the blocks that were counted for it."""
     batch, room, extra = driver.scheduler.batch, driver.scheduler.room, list[int]()
     start = batch.start
 
@@ -210,9 +220,25 @@ def test_a_request_with_windows_takes_no_more_blocks_than_were_counted_before(st
         return starts
 
     batch.start = counted
-    drawn = Random(0)
-    for handle in range(1, 30):
-        prompt = prompt_of(drawn.randrange(3), drawn.choice([16, 40, 64, 100]))
-        run(driver, make_request(handle, prompt=prompt, max_tokens=2))
-    assert driver.scheduler.move_counts.from_host > 0
+    return extra
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_sequences_of_a_request_with_windows_take_no_more_blocks_than_were_counted_before(seed: int) -> None:
+    """The host may have only the windows that one of them reads."""
+    driver = make_driver(
+        num_blocks=95,
+        num_host_blocks=40,
+        max_model_len=256,
+        full_groups=1,
+        windowed_groups=1,
+        window=8,
+        preemption_mode=PreemptionMode.RECOMPUTE,
+    )
+    extra, drawn = note_uncounted(driver), Random(seed)
+    for handle in range(1, 13):
+        prompt, max_tokens = prompt_of(handle, drawn.randrange(18, 40)), drawn.choice([20, 40, 60])
+        driver.submit(make_request(handle, prompt=prompt, max_tokens=max_tokens, num_sequences=2))
+    driver.run_until_idle()
+    assert driver.scheduler.move_counts.to_host > 0
     assert max(extra) == 0

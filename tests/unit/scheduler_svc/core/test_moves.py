@@ -171,6 +171,18 @@ def test_blocks_that_the_lost_worker_was_not_told_to_fetch_are_fetched_by_the_ne
     assert driver.outputs[1] == expected_output(request)
 
 
+def test_blocks_of_a_request_that_came_while_the_worker_was_away_are_fetched_into_another_pool_too() -> None:
+    driver, request = Driver(make_config()), moved(1)
+    driver.crash(config=make_config(num_blocks=17), arrivals=[request])
+    driver.plan()
+    (preparation,) = told(driver)
+    assert preparation.arriving is not None
+    assert preparation.arriving.source == SOURCE
+    driver.scheduler.prepared(preparation.number, failed=frozenset({0, 1, 2}))
+    driver.run_what_can()
+    assert driver.outputs[1] == expected_output(request)
+
+
 def test_where_there_is_no_room_blocks_are_fetched_once_their_request_is_next() -> None:
     driver, other, request = Driver(make_config(num_blocks=8)), make_request(2, prompt_len=21, max_tokens=8), moved(1)
     running(driver, other, num_steps=1)
