@@ -246,8 +246,11 @@ async def connect(network: Network, node: Node, address: str) -> tuple[asyncio.S
     try:
         async with asyncio.timeout(_CONNECT_S):
             await opened
-    except BaseException:
-        connection.close_client()
-        raise
+    except BaseException as error:
+        # A process that was stopped meanwhile finds its connection open.
+        is_open = opened.done() and not opened.cancelled() and opened.exception() is None
+        if not (is_open and isinstance(error, TimeoutError)):
+            connection.close_client()
+            raise
     connection.on_client_lost = on_lost
     return reader, asyncio.StreamWriter(socket, protocol, reader, loop)
