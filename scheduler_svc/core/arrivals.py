@@ -266,7 +266,7 @@ class Arrivals:
             detail = f"the workers have not compiled the constraint of this request for {seconds:.1f} s"
             return self.fail(keys, detail, reason="CONSTRAINT_TIMEOUT")
         detail = f"the workers have not loaded the adapter of this request for {seconds:.1f} s"
-        return self.fail(keys, detail, reason="ADAPTER_NOT_LOADED")
+        return self.fail(keys, detail, reason="ADAPTER_TIMEOUT")
 
     def fail(self, keys: Iterable[RequestKey], message: str, *, reason: str) -> dict[ClientId, ClientEvents]:
         """Ends live requests that are at fault. Returns their failures."""

@@ -137,6 +137,19 @@ def test_a_failed_load_fails_those_that_wait_and_no_other() -> None:
     driver.finish(again)
 
 
+def test_a_load_that_takes_too_long_fails_those_that_wait_so_that_their_callers_retry() -> None:
+    driver = make_driver()
+    driver.submit(with_adapter(1, A), make_request(2))
+    driver.plan()
+    driver.tell()
+    events = driver.scheduler.end_late_preparation(driver.told.popleft().number, 5.0)
+    (failure,) = events[CLIENT].failed
+    assert (failure.key.handle, failure.reason) == (1, "ADAPTER_TIMEOUT")
+    assert failure.message == "the workers have not loaded the adapter of this request for 5.0 s"
+    driver.run_what_can()
+    assert driver.finished == {2}
+
+
 def test_what_adapters_computed_is_shared_within_a_tenant_and_an_adapter() -> None:
     driver = make_driver(2)
     prompt = [7] * 17
