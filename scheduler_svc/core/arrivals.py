@@ -339,6 +339,8 @@ class Arrivals:
         state.waiting.release_all()
         for group in state.waiting.all():
             group.others_went_first = False
+            for sequence in group.unfinished:
+                sequence.lose_blocks()
         for queue in (state.running, state.swapped):
             for group in queue.take_all():
                 group.timeline.note(Milestone.WORKER_LOST, now)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from scheduler_svc.core.request import max_blocks
-from tests.support.core_driver import Driver, make_config, make_request
+from tests.support.core_driver import Driver, expected_output, make_config, make_request
 
 # Blocks of 4 tokens, and states of 2 blocks.
 STATED = {"state_blocks": 2, "num_blocks": 400, "max_model_len": 512}
@@ -292,6 +292,18 @@ def test_a_prompt_goes_on_however_small_its_share_of_a_step_is():
     (sequence,) = driver.scheduler.running.get(request.key).sequences
     assert sequence.row is not None
     assert driver.scheduler.batch.rows.num_computed[sequence.row] > 30
+
+
+def test_a_preempted_sequence_has_no_checkpoint_in_another_pool():
+    driver = Driver(make_config(**STATED))
+    driver.submit(first := make_request(1, prompt=prompt_of(400), max_tokens=2))
+    driver.finish(first)
+    driver.submit(request := make_request(2, prompt=prompt_of(20, 1), max_tokens=150))
+    driver.run_steps(80)
+    driver.preempt(request)
+    driver.crash(config=make_config(**(STATED | {"num_blocks": 60, "max_model_len": 200})))
+    driver.finish(request)
+    assert driver.outputs[2] == expected_output(request)
 
 
 def test_a_preempted_sequence_does_not_continue_with_the_last_token_of_its_prompt_alone():
