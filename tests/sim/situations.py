@@ -319,8 +319,8 @@ def draw_adapters_in_turn(seed: int, draw: Random) -> Plan:
 
 
 def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
-    """A worker dies repeatedly while it computes one prompt, but never twice in a row at the same step of it: the
-    request is not at fault."""
+    """A worker dies repeatedly while it computes one prompt, but never twice in a row at the same step of it, nor with
+    the same two steps in flight: the request is not at fault."""
     layout = draw_layout(draw, Kind.RESTARTS)
     worker = replace(layout.worker, max_num_batched_tokens=16, block_size=16, num_blocks=100)
     layout = replace(layout, num_replicas=1, worker=worker, slowness=10.0)
@@ -328,7 +328,7 @@ def _deaths_at_several_steps(seed: int, draw: Random) -> Plan:
     requests = [Generate(0, 0.0, request.client, "ann", fresh(draw, 100), GenerationOptions(max_tokens=4), Verb.STREAM)]
     point, first = "worker.step.admitted", draw.randint(1, 3)
     times = [sum(0.1 * 2**number + 0.5 for number in range(count)) for count in range(draw.randint(6, 8))]
-    faults = [KillAt(at, "worker-0", point, first + count % 2) for count, at in enumerate(times)]
+    faults = [KillAt(at, "worker-0", point, first + 2 * (count % 2)) for count, at in enumerate(times)]
     return plan_of(seed, layout, requests, faults)
 
 

@@ -232,8 +232,8 @@ class Worker:
             stopping.set()
 
         def release() -> None:
-            if stopping is not None:
-                self._agree(epoch, _NO_STEP)
+            # A rank may wait for the others in a step that they never got, until they are at a higher epoch.
+            self._agree(epoch, _NO_STEP)
             self.runner.release_memory()
 
         try:

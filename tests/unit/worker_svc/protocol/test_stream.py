@@ -131,6 +131,14 @@ async def test_a_release_that_a_scheduler_ends_does_not_stop_the_worker(device_l
     assert not stopping.is_set()
 
 
+async def test_a_rank_that_gives_its_pool_back_tells_the_others_its_epoch(device_loop: DeviceLoop) -> None:
+    """Another rank may wait for this one in a step of the epoch before."""
+    other = OtherRank()
+    other.comes.set()
+    await make_worker(device_loop, other).release_memory(7)
+    assert other.asked == [(7, 0)]
+
+
 async def test_nothing_holds_a_session_that_is_over(tmp_path: Path) -> None:
     fingerprint = ModelFingerprint("a", "b", "c")
     worker = FakeWorker(FakeWorkerConfig(fingerprint=fingerprint, disk=tmp_path / "blocks.kv"))
