@@ -282,17 +282,17 @@ class Checkpoint:
         return Checkpoint(self._directory, tensors, self._base_prefix)
 
     def with_names(self, renamed: Mapping[str, str]) -> "Checkpoint":
-        """The same with other beginnings of names, or with other parts, which begin with a dot. The first one in
-        `renamed` that fits counts. Tensors that come to have one name are joined, in the order of `renamed`."""
+        """The same with other beginnings of names, or with other parts, which begin with a dot: each one in `renamed`
+        that fits, in turn. Tensors that come to have one name are joined, in the order of `renamed`."""
         if not renamed:
             return self
         parts: dict[str, dict[int, StoredTensor]] = {}
-        order = list(renamed)
         for name, tensor in self._tensors.items():
-            fits = (each for each in order if (each in name if each.startswith(".") else name.startswith(each)))
-            old = next(fits, None)
-            new_name = name if old is None else name.replace(old, renamed[old], 1)
-            parts.setdefault(new_name, {})[-1 if old is None else order.index(old)] = tensor
+            new_name, place = name, -1
+            for index, (old, new) in enumerate(renamed.items()):
+                if old in new_name if old.startswith(".") else new_name.startswith(old):
+                    new_name, place = new_name.replace(old, new, 1), index
+            parts.setdefault(new_name, {})[place] = tensor
         joined = {name: [each[place] for place in sorted(each)] for name, each in parts.items()}
         return self.with_tensors(
             {name: each[0] if len(each) == 1 else _JoinedTensor(tuple(each)) for name, each in joined.items()}

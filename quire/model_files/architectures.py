@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
+    "exaone": "ExaoneForCausalLM",
     "exaone4": "Exaone4ForCausalLM",
     "glm": "GlmForCausalLM",
     "glm4": "Glm4ForCausalLM",
@@ -49,6 +50,7 @@ ARCHITECTURES = {
     "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
     "hunyuan_v1_moe": "HunYuanMoEV1ForCausalLM",
     "solar_open": "SolarOpenForCausalLM",
+    "sarvam_moe": "SarvamMoEForCausalLM",
     "exaone_moe": "ExaoneMoeForCausalLM",
     "hy_v3": "HYV3ForCausalLM",
     "deepseek": "DeepseekForCausalLM",
@@ -72,6 +74,7 @@ ARCHITECTURES = {
     "falcon_h1": "FalconH1ForCausalLM",
     "nemotron_h": "NemotronHForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
+    "lara_mini": "LaraMiniForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
     "jamba": "JambaForCausalLM",
     "mamba": "MambaForCausalLM",
@@ -80,6 +83,9 @@ ARCHITECTURES = {
     "granitemoehybrid": "GraniteMoeHybridForCausalLM",
 }
 """Architectures by model_type of config.json."""
+TYPES_OF_OTHER_CLASSES = ("exaone", "sarvam_moe")
+"""Types that transformers runs by the class of another type, which it names as the architecture. Their tensors have
+names of their own."""
 SUPPORTED_ARCHITECTURES = tuple(ARCHITECTURES.values())
 """The architectures that Quire implements itself."""
 ENCODERS = {
@@ -112,9 +118,11 @@ _WKV, _LIGHTNING = "the WKV recurrence", "lightning attention"
 MISSING_PARTS = {
     "bailing_hybrid": "latent attention with a gate for each head",
     "deepseek_v4": "compressed sparse attention",
+    "dory": "layers that run several times for a token",
     "hymba": "meta tokens before each sequence",
     "inkling_text": "short convolutions of keys and values",
     "inkling2_text": "short convolutions of keys and values",
+    "inkling2_loop_text": "short convolutions of keys and values",
     "minimax": _LIGHTNING,
     "minimax_text_01": _LIGHTNING,
     "phi4flash": "differential attention",

@@ -8,7 +8,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-from quire.model_files.architectures import ARCHITECTURES, ENCODERS, MISSING_PARTS, RANKERS, SUPPORTED_ARCHITECTURES
+from quire.model_files.architectures import (
+    ARCHITECTURES,
+    ENCODERS,
+    MISSING_PARTS,
+    RANKERS,
+    SUPPORTED_ARCHITECTURES,
+    TYPES_OF_OTHER_CLASSES,
+)
 from quire.model_files.gguf_header import LFS_POINTER, GgufHeader, name_of_model, parts_of
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.runtime.settings import ConfigurationError
@@ -411,6 +418,8 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
             f"architecture {(names or [kind])[0]} of {path} is not supported: it needs {MISSING_PARTS[kind]}, which "
             "Quire does not have (docs/models.md says which models run)"
         )
+    if kind in TYPES_OF_OTHER_CLASSES:
+        return ARCHITECTURES[kind], None
     # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
     is_decoder = not set(names).isdisjoint(SUPPORTED_ARCHITECTURES)
     has_modules = (path / EMBEDDING_MODULES).is_file() and not is_decoder

@@ -41,12 +41,11 @@ _BLOCKS_AT_ONCE = 1024
 
 _FAILURE_CODES = {
     MODEL_CHANGED: code_pb2.UNAVAILABLE,
-    "ADAPTER_TIMEOUT": code_pb2.UNAVAILABLE,
     "INVALID_SAMPLING": code_pb2.INVALID_ARGUMENT,
     "ADAPTER_NOT_LOADED": code_pb2.FAILED_PRECONDITION,
 }
-"""Statuses of failures that are not INTERNAL: after a change of the model, or once workers answer, a retry succeeds;
-invalid sampling is the caller's fault; and an adapter's files may be gone or changed."""
+"""Statuses of failures that are not INTERNAL: after a change of the model a retry succeeds; invalid sampling is the
+caller's fault; and an adapter's files may be gone or changed."""
 
 _EARLY_STOPPING = {
     common_pb2.EARLY_STOPPING_UNSPECIFIED: EarlyStopping.FALSE,

@@ -25,6 +25,8 @@ class DeltaInputs(Enum):
     """One has the first four of each head of key together, another one beta and decay."""
     APART = auto()
     """Each has its own."""
+    TOGETHER = auto()
+    """One has all of them, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,13 @@ class DeltaRuleConfig:
         if self.inputs is DeltaInputs.MERGED:
             wide = [LinearPart(f"{name}.in_proj_qkv", self.channels, segments=self.segments)]
             return [*wide, LinearPart(f"{name}.in_proj_z", self.values)], _linear_parts(name, narrow)
+        if self.inputs is DeltaInputs.TOGETHER:
+            sizes = (self.channels, self.values, self.num_values, self.num_values)
+            parts = [
+                LinearPart(f"{name}.in_proj", size, first=sum(sizes[:index]), of=sum(sizes))
+                for index, size in enumerate(sizes)
+            ]
+            return [replace(parts[0], segments=self.segments), parts[1]], parts[2:]
         if self.inputs is DeltaInputs.APART:
             inputs = [("q_proj", self.keys), ("k_proj", self.keys), ("v_proj", self.values), ("g_proj", self.values)]
             narrow = [("b_proj", self.num_values), ("a_proj", self.num_values)]

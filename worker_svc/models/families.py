@@ -41,6 +41,29 @@ _GELU = "gelu_pytorch_tanh"
 
 DENSE.add("LlamaForCausalLM")
 
+# LLaMA with names of its own for tensors and fields.
+DENSE.add(
+    "ExaoneForCausalLM",
+    {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+    fixed={
+        "num_hidden_layers": lambda fields: fields.integer("num_layers", fields.integer("num_hidden_layers", 32)),
+        "rms_norm_eps": lambda fields: fields.number("layer_norm_epsilon", fields.number("rms_norm_eps")),
+        "hidden_act": lambda fields: fields.text("activation_function", fields.text("hidden_act", "silu")),
+    },
+    renamed={
+        "transformer.wte.": "model.embed_tokens.",
+        "transformer.ln_f.": "model.norm.",
+        "transformer.h.": "model.layers.",
+        ".attn.attention.": ".self_attn.",
+        ".out_proj.": ".o_proj.",
+        ".ln_1.": ".input_layernorm.",
+        ".ln_2.": ".post_attention_layernorm.",
+        ".c_fc_0.": ".gate_proj.",
+        ".c_fc_1.": ".up_proj.",
+        ".c_proj.": ".down_proj.",
+    },
+)
+
 # Layers may see a sliding window: all layers, or the sliding ones of `layer_types` (Ministral).
 _MISTRAL = DENSE.add("MistralForCausalLM", fixed=NO_BIASES, sliding_windows=windows(lambda _: True))
 DENSE.add("MinistralForCausalLM", like=_MISTRAL)

@@ -100,6 +100,30 @@ _GLM_4_MOE = WITH_EXPERTS.add(
 )
 WITH_EXPERTS.add("SolarOpenForCausalLM", {"partial_rotary_factor": 1.0, "first_k_dense_replace": 0}, like=_GLM_4_MOE)
 
+# GLM 4 with experts and a full rotation, and names of its own for tensors and fields.
+WITH_EXPERTS.add(
+    "SarvamMoEForCausalLM",
+    {"use_qk_norm": True, "partial_rotary_factor": 1.0, "rope_theta": 8e6, "routed_scaling_factor": 2.5},
+    like=_GLM_4_MOE,
+    fixed={"attention_bias": lambda fields: fields.flag("use_qkv_bias", fields.flag("attention_bias", False))},
+    renamed={
+        "model.word_embeddings.": "model.embed_tokens.",
+        ".attention.": ".self_attn.",
+        ".query_key_value.": ".qkv_proj.",
+        ".self_attn.dense.": ".self_attn.o_proj.",
+        ".query_layernorm.": ".q_norm.",
+        ".key_layernorm.": ".k_norm.",
+        ".gate.expert_bias": ".gate.e_score_correction_bias",
+    },
+    merged_qkv=True,
+    experts=lambda fields, config: deepseek_experts(
+        *(
+            own if own in fields.values else name
+            for own, name in (("num_experts", "n_routed_experts"), ("num_shared_experts", "n_shared_experts"))
+        )
+    )(fields, config),
+)
+
 # DeepSeek's first model with experts, which a softmax chooses.
 WITH_EXPERTS.add(
     "DeepseekForCausalLM",

@@ -35,6 +35,7 @@ from worker_svc.models.family_parts import (
     state_activation,
     two_rotations,
     windows,
+    without_window,
 )
 from worker_svc.models.rope import rope_section
 
@@ -138,6 +139,27 @@ WITH_STATES.add(
     like=_QWEN_3_5,
     state=delta_rule(DeltaInputs.BY_KEY),
     experts=_qwen_next_experts,
+)
+
+
+# Delta rules of Qwen3.5, whose inputs are in one layer, and experts without a gate on the shared one. Layers with a
+# window rotate, the others that attend do not.
+_LARA_KINDS = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
+WITH_STATES.add(
+    "LaraMiniForCausalLM",
+    {"num_experts": 128, "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "sliding_window": 512},
+    fixed=NO_MLP_BIAS,
+    renamed={".linear_attn.out_norm.": ".linear_attn.norm."},
+    head_norms=HEAD_NORMS,
+    sliding_windows=windows(lambda index: _LARA_KINDS[index % 5] == "sliding_attention", others=_STATES[:1]),
+    unrotated_layers=without_window,
+    state=delta_rule(DeltaInputs.TOGETHER),
+    state_layers=state_layers(
+        lambda fields, config, index: _LARA_KINDS[index % 5] in _STATES, ("full_attention", "sliding_attention")
+    ),
+    experts=lambda fields, config: qwen_experts(shared_inner_size=integer("shared_expert_intermediate_size"))(
+        fields, config
+    ),
 )
 
 

@@ -333,14 +333,14 @@ class Circumstances:
             case Unavailable(reason="MODEL_CHANGED"):
                 # No other model continues an output that began with the model that a worker had for a while.
                 yield self.may_lose_model or "weights 0 and" not in str(error)
-            case Unavailable(reason="ADAPTER_TIMEOUT"):
-                may_be_late = self.may_be_slow or self.has_faults
-                yield may_be_late and generate is not None and generate.adapter is not None
             case Unavailable():
                 # A durable stream outlives failures that are shorter than its client's patience.
                 yield self.has_faults and (not is_durable or is_limited or self.trouble_s > _PATIENCE_S)
             case _ if error.reason == "ADAPTER_NOT_LOADED":
                 yield self.may_fail_loads and generate is not None and generate.adapter is not None
+            case _ if error.reason == "ADAPTER_TIMEOUT":
+                may_be_late = self.may_be_slow or self.has_faults
+                yield may_be_late and generate is not None and generate.adapter is not None
             case _ if error.reason == "CONSTRAINT_TIMEOUT":
                 yield self.may_be_slow and generate is not None and generate.options.constraint is not None
             case _ if error.reason == "NON_FINITE_LOGITS":

@@ -137,7 +137,7 @@ def test_a_failed_load_fails_those_that_wait_and_no_other() -> None:
     driver.finish(again)
 
 
-def test_a_load_that_takes_too_long_fails_those_that_wait_so_that_their_callers_retry() -> None:
+def test_a_load_that_takes_too_long_fails_those_that_wait_and_no_other() -> None:
     driver = make_driver()
     driver.submit(with_adapter(1, A), make_request(2))
     driver.plan()
