@@ -30,6 +30,7 @@ _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
+Headers = list[tuple[str, str]]
 # Other values name a tool.
 _CHOICES = frozenset({"required", "none", "auto"})
 
@@ -121,9 +122,7 @@ class Front:
         assert refusal is not None
         return refusal
 
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         """Adds a response to the answer."""
         raise NotImplementedError
 
@@ -150,9 +149,7 @@ def _refusal_of(error: QuireError) -> Refusal:
 
 
 class _OfGrpc(Front):
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         try:
             await self._read(answer, self._request(text, fields, streams=streams), tuple(headers))
         except grpc.aio.AioRpcError as failure:
@@ -325,9 +322,7 @@ class _OfHttp(Front):
     streaming: ClassVar[dict[str, Any]] = {"stream": True}
     """The fields of a call that streams."""
 
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         body = self._body(text, fields) | (self.streaming if streams else {"stream": False})
         async with self._gateway.http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from kernels.packed_weight import Quantization
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_model, make_ranking_model
+from tests.support.embedding_models import FAMILIES, RANKERS, Modules, make_embedding_model, make_ranking_model
 from tests.support.tiers import parametrize_in_turn
 from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
@@ -25,8 +25,6 @@ from worker_svc.encoders.pooling import PairScores, TextVectors
 from worker_svc.encoders.recorded import RecordedEncoder
 from worker_svc.parallel.ranks import ALONE
 from worker_svc.weights import Placement
-
-Modules = Sequence[tuple[str, Mapping[str, Any]]]
 
 TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
 # Texts of 0 to 58 tokens and two special ones: shorter and longer than windows.
