@@ -17,15 +17,13 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from quire.inference import open_inference_pb2
 from quire.rpc.errors import QuireError, from_rpc_error
+from quire.testing.rules import STATUSES
 from tests.support.gateway_process import RunningGateway
 
 INFERENCE = "/inference.GRPCInferenceService/"
 
 # Status codes of HTTP, as gRPC names them.
-_STATUSES = {
-    400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS",
-    429: "RESOURCE_EXHAUSTED", 499: "CANCELLED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
-}  # fmt: skip
+_STATUSES = {**STATUSES, 409: "ALREADY_EXISTS", 499: "CANCELLED"}
 _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
