@@ -14,7 +14,7 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from quire.testing import free_port
 from tests.support.adapters import make_adapter, merge_adapter
-from tests.support.decoder_models import PAIR_TEMPLATE, make_decoder
+from tests.support.embedding_models import PAIR_TEMPLATE, make_decoder
 from tests.support.metrics import read_metric
 from tests.support.scheduler_process import until
 from tests.support.serving import Served, serving

@@ -22,7 +22,7 @@ LONG = "the cat " * 40
 MODULES = (
     ("Pooling", {"pooling_mode_mean_tokens": True}),
     ("Dense", {"in_features": 48, "out_features": 24, "bias": True, "activation_function": "torch.nn.Tanh"}),
-    ("Normalize", {}),
+    ("Normalize", None),
 )
 
 

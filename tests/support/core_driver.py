@@ -606,11 +606,12 @@ class Driver:
                 assert not parameters or parameters in self.compiled, "a row came before its constraint"
 
     def _refusing_rows(self, plan: StepPlan) -> set[int]:
-        return {
-            row
-            for row, sequence in self._sequences_of(plan).items()
-            if sequence.num_tokens >= self.refusing.get(sequence.request.key.handle, sys.maxsize)
-        }
+        return {row for row, (limit, _, num_tokens) in self._marked(plan, self.refusing).items() if num_tokens >= limit}
+
+    def _marked(self, plan: StepPlan, marks: Mapping[int, int]) -> dict[int, tuple[int, int, int]]:
+        """The rows of a plan whose requests have marks: the mark, the handle, and the number of tokens."""
+        sequences = ((row, each.request.key.handle, each) for row, each in self._sequences_of(plan).items())
+        return {row: (marks[handle], handle, each.num_tokens) for row, handle, each in sequences if handle in marks}
 
     def _sequences_of(self, plan: StepPlan) -> dict[int, CoreSequence]:
         """The sequences in the rows of a plan, without pins."""
@@ -673,8 +674,7 @@ class Driver:
         self._answer(told)
 
     def _failing_rows(self, plan: StepPlan) -> dict[int, tuple[int, int]]:
-        handles = {row: each.request.key.handle for row, each in self._sequences_of(plan).items()}
-        return {row: (-1 - each, self.failing[each]) for row, each in handles.items() if each in self.failing}
+        return {row: (-1 - handle, start) for row, (start, handle, _) in self._marked(plan, self.failing).items()}
 
     def deliver(self) -> dict[ClientId, ClientEvents]:
         """Applies the oldest result that was held back."""
@@ -775,8 +775,7 @@ class Driver:
 
     def _deadly_rows(self, plan: StepPlan) -> dict[int, int]:
         """Rows, and the position of the token at which the worker dies."""
-        handles = {row: each.request.key.handle for row, each in self._sequences_of(plan).items()}
-        return {row: self.deadly[each] - 1 for row, each in handles.items() if each in self.deadly}
+        return {row: count - 1 for row, (count, *_) in self._marked(plan, self.deadly).items()}
 
     def _die(self) -> dict[ClientId, ClientEvents]:
         self.num_deaths += 1
@@ -784,10 +783,8 @@ class Driver:
         return self.crash()
 
     def _is_refused(self, plan: StepPlan) -> bool:
-        return None in self.results or any(
-            each.num_tokens >= self.poisoned.get(each.request.key.handle, sys.maxsize)
-            for each in self._sequences_of(plan).values()
-        )
+        poisoned = self._marked(plan, self.poisoned).values()
+        return None in self.results or any(num_tokens >= limit for limit, _, num_tokens in poisoned)
 
     def _refuse(self) -> dict[ClientId, ClientEvents]:
         self.num_refusals += 1

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import numpy as np
 from google.rpc import code_pb2
 
@@ -22,7 +20,8 @@ from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import InvalidArgument, NotFound, QuireError, Unavailable, invalid_field
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2 as pb
+from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.service.compatibility import SCHEDULER_PROTOCOL, UNKNOWN_MODEL, ModelFingerprint, ProtocolVersions
 from quire.testing.scheduler_servicer import SchedulerStream
 from tests.support.logprobs import Line, fill, token_logprobs
@@ -51,13 +50,13 @@ def scripted(token_ids: Sequence[int]) -> TokenRule:
 class FakeRequest:
     """One submitted request and its progress."""
 
-    submit: scheduler_pb2.Submit
+    submit: pb.Submit
     prompt: tuple[int, ...]
     num_emitted: int
     ending_token_ids: frozenset[int]
 
     @classmethod
-    def of(cls, submit: scheduler_pb2.Submit) -> "FakeRequest":
+    def of(cls, submit: pb.Submit) -> "FakeRequest":
         emitted = [decode_int32(sequence.token_ids, "token_ids") for sequence in submit.emitted]
         return cls(
             submit=submit,
@@ -136,9 +135,9 @@ class FakeScheduler(SchedulerStream):
     checks_hello: bool = True
     drains: bool = False
     epoch: int = 1000
-    refusal: deque[scheduler_pb2.RequestFailure | None] = field(default_factory=deque)
+    refusal: deque[pb.RequestFailure | None] = field(default_factory=deque)
     emits: asyncio.Event = field(default_factory=asyncio.Event)
-    submits: list[scheduler_pb2.Submit] = field(default_factory=list)
+    submits: list[pb.Submit] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     aborted_handles: list[int] = field(default_factory=list)
     live: dict[int, FakeRequest] = field(default_factory=dict)
@@ -148,12 +147,12 @@ class FakeScheduler(SchedulerStream):
     wants_cache_updates: bool = False
     block_size: int = 16
     pins: dict[str, list[int]] = field(default_factory=dict)
-    pin_requests: list[scheduler_pb2.PinPrefixRequest] = field(default_factory=list)
+    pin_requests: list[pb.PinPrefixRequest] = field(default_factory=list)
     pin_error: QuireError | None = None
-    frames: list[scheduler_pb2.WatchResponse] = field(default_factory=list)
-    blocks: dict[int, scheduler_pb2.ReadBlockResponse] = field(default_factory=dict)
+    frames: list[pb.WatchResponse] = field(default_factory=list)
+    blocks: dict[int, pb.ReadBlockResponse] = field(default_factory=dict)
     is_asleep: bool = False
-    watches: list[scheduler_pb2.WatchRequest] = field(default_factory=list)
+    watches: list[pb.WatchRequest] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.open_stream()
@@ -172,7 +171,7 @@ class FakeScheduler(SchedulerStream):
         self.drains = False
         await self.start()
 
-    def tell_cache(self, update: scheduler_pb2.CacheUpdate) -> None:
+    def tell_cache(self, update: pb.CacheUpdate) -> None:
         """Sends a change of the prefix cache."""
         self.say(cache=update)
 
@@ -217,7 +216,7 @@ class FakeScheduler(SchedulerStream):
         if not self.refuses_connections and said == (FakeScheduler.architecture, SCHEDULER_PROTOCOL, UNKNOWN_MODEL):
             await self.until(lambda: self.is_heard)
 
-    def check_hello(self, first: scheduler_pb2.ConnectRequest) -> None:
+    def check_hello(self, first: pb.ConnectRequest) -> None:
         if self.refuses_connections:
             raise Unavailable("no worker is attached yet", reason="NO_WORKER")
         if self.drains:
@@ -226,14 +225,12 @@ class FakeScheduler(SchedulerStream):
         self.heard.set()
         super().check_hello(first)
 
-    def on_connect(self, hello: scheduler_pb2.Hello) -> None:
+    def on_connect(self, hello: pb.Hello) -> None:
         self.is_heard = False
         self.wants_cache_updates = hello.wants_cache_updates
         self.live.clear()
 
-    async def PinPrefix(
-        self, request: scheduler_pb2.PinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.PinPrefixResponse:
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: object) -> pb.PinPrefixResponse:
         self.pin_requests.append(request)
         self.heard.set()
         self._admit()
@@ -244,105 +241,87 @@ class FakeScheduler(SchedulerStream):
         pinned = token_ids[: num_blocks * self.block_size]
         pin_id = hashlib.blake2b(f"{request.tenant}{pinned}".encode(), digest_size=16).hexdigest()
         self.pins[pin_id] = pinned
-        return scheduler_pb2.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(pinned), pinned_blocks=num_blocks)
+        return pb.PinPrefixResponse(pin_id=pin_id, pinned_tokens=len(pinned), pinned_blocks=num_blocks)
 
-    async def UnpinPrefix(
-        self, request: scheduler_pb2.UnpinPrefixRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.UnpinPrefixResponse:
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: object) -> pb.UnpinPrefixResponse:
         self._admit()
         if self.pins.pop(request.pin_id, None) is None:
             raise NotFound(f'no pin "{request.pin_id}"', reason="PIN_NOT_FOUND")
-        return scheduler_pb2.UnpinPrefixResponse()
+        return pb.UnpinPrefixResponse()
 
     def _admit(self) -> None:
         if self.pin_error is not None:
             raise self.pin_error
 
-    async def Watch(
-        self, request: scheduler_pb2.WatchRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[scheduler_pb2.WatchResponse]:
+    async def Watch(self, request: pb.WatchRequest, context: object) -> AsyncIterator[pb.WatchResponse]:
         self.watches.append(request)
         for frame in self.frames:
             yield frame
         await asyncio.get_running_loop().create_future()
 
-    async def GetState(
-        self, request: scheduler_pb2.GetStateRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.GetStateResponse:
-        return scheduler_pb2.GetStateResponse(asleep=self.is_asleep)
+    async def GetState(self, request: pb.GetStateRequest, context: object) -> pb.GetStateResponse:
+        return pb.GetStateResponse(asleep=self.is_asleep)
 
-    async def Sleep(
-        self, request: scheduler_pb2.SleepRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.SleepResponse:
+    async def Sleep(self, request: pb.SleepRequest, context: object) -> pb.SleepResponse:
         self.is_asleep = True
-        return scheduler_pb2.SleepResponse()
+        return pb.SleepResponse()
 
-    async def WakeUp(
-        self, request: scheduler_pb2.WakeUpRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.WakeUpResponse:
+    async def WakeUp(self, request: pb.WakeUpRequest, context: object) -> pb.WakeUpResponse:
         self.is_asleep = False
-        return scheduler_pb2.WakeUpResponse()
+        return pb.WakeUpResponse()
 
-    async def ResetPrefixCache(
-        self, request: scheduler_pb2.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ResetPrefixCacheResponse:
-        return scheduler_pb2.ResetPrefixCacheResponse()
+    async def ResetPrefixCache(self, request: object, context: object) -> pb.ResetPrefixCacheResponse:
+        return pb.ResetPrefixCacheResponse()
 
-    async def ReadBlock(
-        self, request: scheduler_pb2.ReadBlockRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.ReadBlockResponse:
+    async def ReadBlock(self, request: pb.ReadBlockRequest, context: object) -> pb.ReadBlockResponse:
         if request.block_id not in self.blocks:
             raise invalid_field("block_id", f"is {request.block_id}, which the pool does not have")
         return self.blocks[request.block_id]
 
-    async def Drain(
-        self, request: scheduler_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> scheduler_pb2.DrainResponse:
+    async def Drain(self, request: pb.DrainRequest, context: object) -> pb.DrainResponse:
         self.drain()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None):
                 while self.live:
                     self.heard.clear()
                     await self.heard.wait()
-        return scheduler_pb2.DrainResponse(remaining_requests=len(self.live))
+        return pb.DrainResponse(remaining_requests=len(self.live))
 
     def _send_state(self, *, ready: bool) -> None:
-        self.say(state=scheduler_pb2.ReplicaState(ready=ready))
+        self.say(state=pb.ReplicaState(ready=ready))
 
-    def _handle(self, message: scheduler_pb2.ConnectRequest) -> None:
+    def _handle(self, message: pb.ConnectRequest) -> None:
         self.is_heard = True
         super()._handle(message)
 
-    def on_abort(self, abort: scheduler_pb2.Abort) -> None:
+    def on_abort(self, abort: pb.Abort) -> None:
         self.aborted_handles.append(abort.handle)
         ended = self.live.pop(abort.handle, None)
         if ended is not None:
             self.aborted.append(ended.submit.request_id)
         if abort.wants_usage:
-            end = scheduler_pb2.RequestEnd(
-                handle=abort.handle, usage=None if ended is None else _usage(ended, self.drafts)
-            )
-            self.send(scheduler_pb2.TokenEvents(completed=[end]))
+            end = pb.RequestEnd(handle=abort.handle, usage=None if ended is None else _usage(ended, self.drafts))
+            self.send(pb.TokenEvents(completed=[end]))
 
-    def on_submit(self, submit: scheduler_pb2.Submit) -> None:
+    def on_submit(self, submit: pb.Submit) -> None:
         self.submits.append(submit)
         if self.drains:
             self.fail(submit.handle, code=code_pb2.UNAVAILABLE, reason="DRAINING", message="the scheduler drains")
         elif self.refusal and (failure := self.refusal.popleft()) is not None:
             failure.handle = submit.handle
-            self.send(scheduler_pb2.TokenEvents(failed=[failure]))
+            self.send(pb.TokenEvents(failed=[failure]))
         else:
             self.live[submit.handle] = FakeRequest.of(submit)
 
     def step_at(self) -> float | None:
         return self._step_at if self.live and self.emits.is_set() else None
 
-    def step(self) -> scheduler_pb2.TokenEvents:
+    def step(self) -> pb.TokenEvents:
         self._step_id += 1
         self._step_at = asyncio.get_running_loop().time() + self.step_delay_s
         columns: tuple[list[int], ...] = ([], [], [], [])
         lines: dict[int, Line] = {}
-        events = scheduler_pb2.TokenEvents(step_id=self._step_id)
+        events = pb.TokenEvents(step_id=self._step_id)
         for handle, request in list(self.live.items()):
             if not request.num_emitted:
                 self._add_prompt_logprobs(events, request)
@@ -365,21 +344,19 @@ class FakeScheduler(SchedulerStream):
         is_usual = self.tokens_per_step == 1 and self.step_delay_s == FakeScheduler.step_delay_s
         return _LATE_TOKENS_PER_STEP if is_usual and request.num_emitted >= _NUM_EARLY_TOKENS else self.tokens_per_step
 
-    def _is_over(self, request: FakeRequest, position: int, token_id: int, events: scheduler_pb2.TokenEvents) -> bool:
+    def _is_over(self, request: FakeRequest, position: int, token_id: int, events: pb.TokenEvents) -> bool:
         request.num_emitted = position + 1
         is_stop = token_id in request.ending_token_ids
         if not is_stop and request.num_emitted < request.submit.stopping.max_tokens:
             return False
-        end = scheduler_pb2.SequenceEnd(handle=request.submit.handle, num_tokens=request.num_emitted)
+        end = pb.SequenceEnd(handle=request.submit.handle, num_tokens=request.num_emitted)
         end.reason = common_pb2.FINISH_REASON_STOP if is_stop else common_pb2.FINISH_REASON_LENGTH
         if is_stop:
             end.stop_token_id = token_id
         if self.vector is not None:
             end.vector = np.array(self.vector(request.prompt), np.float32).tobytes()
         events.finished.append(end)
-        events.completed.append(
-            scheduler_pb2.RequestEnd(handle=request.submit.handle, usage=_usage(request, self.drafts))
-        )
+        events.completed.append(pb.RequestEnd(handle=request.submit.handle, usage=_usage(request, self.drafts)))
         return True
 
     @staticmethod
@@ -391,7 +368,7 @@ class FakeScheduler(SchedulerStream):
         return Line(-0.5, 1, [token_id + rank for rank in ranks], [-0.5 - rank for rank in ranks])
 
     @staticmethod
-    def _add_prompt_logprobs(events: scheduler_pb2.TokenEvents, request: FakeRequest) -> None:
+    def _add_prompt_logprobs(events: pb.TokenEvents, request: FakeRequest) -> None:
         if not request.submit.output.HasField("prompt_logprobs"):
             return
         token_ids, positions = request.prompt[1:], range(1, len(request.prompt))
@@ -402,8 +379,8 @@ class FakeScheduler(SchedulerStream):
         )
         fill(entry, [Line(-float(position), position) for position in positions])
 
-    def welcome(self) -> scheduler_pb2.Welcome:
-        return scheduler_pb2.Welcome(
+    def welcome(self) -> pb.Welcome:
+        return pb.Welcome(
             protocol=self.protocol.message(),
             model=self.model.message(),
             scheduler_epoch=self.epoch,
@@ -424,12 +401,10 @@ class FakeScheduler(SchedulerStream):
 
 
 @contextlib.asynccontextmanager
-async def running_fake_scheduler(
-    directory: Path, **attributes: Any
-) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+async def running_fake_scheduler(directory: Path, **attributes: Any) -> AsyncIterator[SchedulerServiceStub]:
     """Serves until the block ends; yields a stub that is connected to a socket in `directory`."""
     async with (
         FakeScheduler(address=f"unix:{directory / 'scheduler'}", **attributes) as fake,
         open_channel(fake.address) as channel,
     ):
-        yield scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        yield SchedulerServiceStub(channel)

@@ -17,19 +17,18 @@ from quire.common.v1 import common_pb2
 from quire.gateway.v1 import generation_pb2 as pb
 from quire.inference import open_inference_pb2
 from quire.rpc.errors import QuireError, from_rpc_error
+from quire.testing.rules import STATUSES
 from tests.support.gateway_process import RunningGateway
 
 INFERENCE = "/inference.GRPCInferenceService/"
 
 # Status codes of HTTP, as gRPC names them.
-_STATUSES = {
-    400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 409: "ALREADY_EXISTS",
-    429: "RESOURCE_EXHAUSTED", 499: "CANCELLED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED",
-}  # fmt: skip
+_STATUSES = {**STATUSES, 409: "ALREADY_EXISTS", 499: "CANCELLED"}
 _SAMPLING = frozenset(common_pb2.SamplingParameters.DESCRIPTOR.fields_by_name)
 _STOPPING = frozenset(common_pb2.StoppingParameters.DESCRIPTOR.fields_by_name)
 _OUTPUT = frozenset(common_pb2.OutputOptions.DESCRIPTOR.fields_by_name)
 _OF_CHATS = frozenset({"tools", "tool_choice", "schema"})
+Headers = list[tuple[str, str]]
 # Other values name a tool.
 _CHOICES = frozenset({"required", "none", "auto"})
 
@@ -121,9 +120,7 @@ class Front:
         assert refusal is not None
         return refusal
 
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         """Adds a response to the answer."""
         raise NotImplementedError
 
@@ -150,9 +147,7 @@ def _refusal_of(error: QuireError) -> Refusal:
 
 
 class _OfGrpc(Front):
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         try:
             await self._read(answer, self._request(text, fields, streams=streams), tuple(headers))
         except grpc.aio.AioRpcError as failure:
@@ -325,9 +320,7 @@ class _OfHttp(Front):
     streaming: ClassVar[dict[str, Any]] = {"stream": True}
     """The fields of a call that streams."""
 
-    async def _ask(
-        self, answer: Answer, text: Any, fields: dict[str, Any], headers: list[tuple[str, str]], *, streams: bool
-    ) -> None:
+    async def _ask(self, answer: Answer, text: Any, fields: dict[str, Any], headers: Headers, *, streams: bool) -> None:
         body = self._body(text, fields) | (self.streaming if streams else {"stream": False})
         async with self._gateway.http.stream("POST", self.path, json=body, headers=headers) as response:
             if response.status_code == 200 and streams:

@@ -8,6 +8,8 @@ import gguf
 import tokenizers
 from safetensors.torch import load_file
 
+from tests.support.gguf_files import names_in_files, numbers_of, set_fields, write_and_close
+
 ARCHITECTURES = {
     "bert": "bert",
     "roberta": "bert",
@@ -28,33 +30,27 @@ def write_encoder_gguf(
     for rerankers, where llama.cpp's converter writes no field."""
     config = json.loads((directory / "config.json").read_text())
     architecture = ARCHITECTURES[config["model_type"]]
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     writer = gguf.GGUFWriter(file, architecture)
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_causal_attention(False)
-    if pooling is not None:
-        writer.add_pooling_type(pooling)
     first_position = config["pad_token_id"] + 1 if config["model_type"] == "roberta" else 0
-    writer.add_context_length(config["max_position_embeddings"] - first_position)
+    fields = numbers_of(config)
+    fields |= {"attention.causal": False, "context_length": config["max_position_embeddings"] - first_position}
+    if pooling is not None:
+        fields["pooling_type"] = pooling.value
     if "rms_norm_eps" in config:
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_head_count_kv(config["num_key_value_heads"])
-        writer.add_key_length(config["head_dim"])
-        writer.add_value_length(config["head_dim"])
+        fields |= {"attention.layer_norm_rms_epsilon": config["rms_norm_eps"]}
+        fields |= {"attention.value_length": config["head_dim"]}
     else:
-        writer.add_layer_norm_eps(config.get("layer_norm_eps", config.get("norm_eps")))
+        fields["attention.layer_norm_epsilon"] = config.get("layer_norm_eps", config.get("norm_eps"))
     rope = config.get("rope_parameters") or {}
     if rope:
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        fields["rope.freq_base"] = rope.get("full_attention", rope)["rope_theta"]
     if "sliding_attention" in rope:
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-        writer.add_sliding_window(config.get("sliding_window", config.get("local_attention")))
-        writer.add_sliding_window_pattern([each == "sliding_attention" for each in config["layer_types"]])
+        fields["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+        fields["attention.sliding_window"] = config.get("sliding_window", config.get("local_attention"))
+        fields["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+    set_fields(writer, fields, f"{architecture}.")
     _add_word_piece(writer, directory)
+    names = names_in_files(architecture)
     for name, data in _tensors(directory, config["model_type"]):
         base, _, suffix = name.rpartition(".")
         if base == "embeddings.position_embeddings":
@@ -69,10 +65,7 @@ def write_encoder_gguf(
             gguf.quantize(data, quantization) if is_coded else data,
             raw_dtype=quantization if is_coded and quantization is not gguf.GGMLQuantizationType.F32 else None,
         )
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return file
 
 

@@ -4,7 +4,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +155,10 @@ def write_gguf(
     writer.add_name(directory.name)
     if config.get("use_sliding_window") is False:
         config["sliding_window"] = None
-    for key, names in _NUMBERS.items():
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is None and key == "feed_forward_length":
-            value = 4 * config["n_embd"]
-        if value is not None:
-            _set_fields(writer, {f"{architecture}.{key}": value})
+    numbers = numbers_of(config)
+    if "feed_forward_length" not in numbers:
+        numbers["feed_forward_length"] = 4 * config["n_embd"]
+    set_fields(writer, numbers, f"{architecture}.")
     if "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
@@ -170,10 +168,8 @@ def write_gguf(
         rope = config.get("rope_parameters") or config
         writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     _add_rotation(writer, architecture, config)
-    for key, names in _FACTORS.items():
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if value is not None:
-            writer.add_float32(f"{architecture}.{key}", value)
+    factors_in_config = numbers_of(config, _FACTORS)
+    set_fields(writer, {key: float(value) for key, value in factors_in_config.items()}, f"{architecture}.")
     if model_type in _SIGMOIDS:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.get("norm_topk_prob") and model_type not in ("deepseek_v2", "qwen3_moe"):
@@ -190,7 +186,7 @@ def write_gguf(
     _add_tokenizer(writer, directory, pre)
     if template is not None:
         writer.add_chat_template(template)
-    _set_fields(writer, further)
+    set_fields(writer, further)
     if architecture == "gemma4" and factors is None:
         size = writer.kv_data[0]["gemma4.rope.dimension_count"].value
         turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
@@ -201,14 +197,24 @@ def write_gguf(
     tensors = dict(_stored_tensors(architecture, directory, config, quantization))
     for name, (data, raw) in (_fuse(tensors) if fused else tensors).items():
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=raw)
+    write_and_close(writer)
+    return next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))), file)
+
+
+def numbers_of(config: Mapping[str, Any], table: Mapping[str, Sequence[str]] = _NUMBERS) -> dict[str, Any]:
+    """The values of a configuration that are not None, by the names in files."""
+    found = ((key, [config[name] for name in names if config.get(name) is not None]) for key, names in table.items())
+    return {key: values[0] for key, values in found if values}
+
+
+def write_and_close(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return next(iter(sorted(file.parent.glob(f"{file.stem}-00001-of-*.gguf"))), file)
 
 
-def _set_fields(writer: gguf.GGUFWriter, values: Mapping[str, Any], prefix: str = "") -> None:
+def set_fields(writer: gguf.GGUFWriter, values: Mapping[str, Any], prefix: str = "") -> None:
     """Adds fields or replaces them; None removes one."""
     kinds = {
         bool: writer.add_bool,
@@ -269,7 +275,7 @@ def _add_shared_keys(writer: gguf.GGUFWriter, architecture: str, config: dict[st
         fields["attention.head_count_kv"] = [config["num_key_value_heads"] if each else of_full for each in slides]
     if config["use_double_wide_mlp"]:
         fields["feed_forward_length"] = [inner * (1 + (index >= count)) for index in range(len(slides))]
-    _set_fields(writer, fields, f"{architecture}.")
+    set_fields(writer, fields, f"{architecture}.")
 
 
 def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, Any]) -> None:
@@ -311,7 +317,7 @@ def _add_states(writer: gguf.GGUFWriter, architecture: str, config: dict[str, An
             fields["ssm.dt_b_c_rms"] = config["model_type"] == "falcon_mamba"
         else:
             fields["ssm.time_step_rank"] = config["num_heads"]
-    _set_fields(writer, fields, f"{architecture}.")
+    set_fields(writer, fields, f"{architecture}.")
 
 
 def _as_stored(architecture: str, config: dict[str, Any], name: str, data: np.ndarray) -> np.ndarray:
@@ -363,7 +369,7 @@ def _add_latents(writer: gguf.GGUFWriter, architecture: str, config: dict[str, A
     if not merged:
         sizes |= {f"{name}_mla": size for name, size in sizes.items() if name.startswith("attention")}
         sizes |= {"attention.key_length": rank + rotated, "attention.value_length": rank, "attention.head_count_kv": 1}
-    _set_fields(writer, sizes, f"{architecture}.")
+    set_fields(writer, sizes, f"{architecture}.")
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, directory: Path, pre: str) -> None:
@@ -410,7 +416,9 @@ def _fuse(tensors: dict[str, _Stored]) -> dict[str, _Stored]:
 
 
 @functools.cache
-def _names_in_files(kind: gguf.MODEL_ARCH) -> gguf.TensorNameMap:
+def names_in_files(architecture: str) -> gguf.TensorNameMap:
+    """The names of tensors in files of an architecture."""
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return gguf.get_tensor_name_map(kind, _MOST_LAYERS)
 
 
@@ -418,8 +426,7 @@ def _stored_tensors(
     architecture: str, directory: Path, config: dict[str, Any], quantization: gguf.GGMLQuantizationType | Quantize
 ) -> Iterator[tuple[str, _Stored]]:
     """Names and contents as in the file, with the type of each quantized tensor."""
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    table = _names_in_files(kind)
+    table = names_in_files(architecture)
     for name, data in _apart(architecture, config, _tensors(directory)):
         data = _as_stored(architecture, config, name, data)
         name = name.replace(".dt_bias", ".dt_proj.bias")
@@ -428,7 +435,7 @@ def _stored_tensors(
             yield str(table.get_name(name)), (data, None)
             continue
         # Architectures whose files have merged tensors have no names for their parts.
-        stored = table.get_name(base) or _names_in_files(gguf.MODEL_ARCH.LLAMA).get_name(base)
+        stored = table.get_name(base) or names_in_files("llama").get_name(base)
         assert stored is not None, name
         if architecture == "gpt2" and name.endswith(_TRANSPOSED):
             data = np.ascontiguousarray(data.T)

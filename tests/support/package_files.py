@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.coded_weights import E2M1
-from tests.support.quantized_files import Tensors
+from tests.support.quantized_files import Quantized, Tensors
 
 BLOCK = 64
 
@@ -32,7 +32,7 @@ def bitsandbytes_4_bits(
     kind: str = "nf4",
     nested: bool = False,
     storage: torch.dtype = torch.uint8,
-) -> tuple[Tensors, torch.Tensor]:
+) -> Quantized:
     generator, count = seeded(seed), out_features * in_features
     codes = torch.randint(0, 16, (count,), generator=generator, dtype=torch.uint8)
     numbers = torch.linspace(-1, 1, 16) ** 3
@@ -61,7 +61,7 @@ def bitsandbytes_4_bits(
     return parts, expected.view(out_features, in_features)
 
 
-def bitsandbytes_8_bits(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+def bitsandbytes_8_bits(out_features: int, in_features: int, seed: int) -> Quantized:
     generator = seeded(seed)
     weight = torch.randint(-127, 128, (out_features, in_features), generator=generator, dtype=torch.int8)
     largest = torch.rand(out_features, generator=generator).add(0.1).mul(0.1)
@@ -69,7 +69,7 @@ def bitsandbytes_8_bits(out_features: int, in_features: int, seed: int) -> tuple
     return parts, weight.float() * (largest.unsqueeze(1) / 127)
 
 
-def modelopt_fp8(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+def modelopt_fp8(out_features: int, in_features: int, seed: int) -> Quantized:
     weight = torch.randn(out_features, in_features, generator=seeded(seed)).mul(60).clamp(-448, 448)
     weight = weight.to(torch.float8_e4m3fn)
     scale = torch.tensor(1e-3)
@@ -82,7 +82,7 @@ def e2m1(out_features: int, in_features: int, seed: int) -> tuple[torch.Tensor, 
     return codes[:, 0::2] | codes[:, 1::2] << 4, E2M1[codes.int()]
 
 
-def nvfp4(out_features: int, in_features: int, seed: int, *, divides: bool = False) -> tuple[Tensors, torch.Tensor]:
+def nvfp4(out_features: int, in_features: int, seed: int, *, divides: bool = False) -> Quantized:
     """ModelOpt's; with `divides` compressed-tensors', whose scale for all divides the others."""
     packed, numbers = e2m1(out_features, in_features, seed)
     scales = (
@@ -99,7 +99,7 @@ def nvfp4(out_features: int, in_features: int, seed: int, *, divides: bool = Fal
     return parts, numbers * factors.repeat_interleave(16, 1)
 
 
-def mxfp4(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+def mxfp4(out_features: int, in_features: int, seed: int) -> Quantized:
     packed, numbers = e2m1(out_features, in_features, seed)
     shape = (out_features, in_features // 32)
     exponents = torch.randint(118, 122, shape, generator=seeded(seed), dtype=torch.uint8)
@@ -107,9 +107,7 @@ def mxfp4(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torc
     return {"weight_packed": packed, "weight_scale": exponents}, numbers * scales.repeat_interleave(32, 1)
 
 
-def hqq(
-    out_features: int, in_features: int, seed: int, *, bits: int = 4, axis: int = 1, group: int = 64
-) -> tuple[Tensors, torch.Tensor]:
+def hqq(out_features: int, in_features: int, seed: int, *, bits: int = 4, axis: int = 1, group: int = 64) -> Quantized:
     count, generator = out_features * in_features // group, seeded(seed)
     shape, of_groups = ((group, count), (1, count)) if axis == 0 else ((count, group), (count, 1))
     codes = torch.randint(0, 1 << bits, shape, generator=generator)
@@ -136,7 +134,7 @@ def hqq(
 
 def torchao_octets(
     out_features: int, in_features: int, seed: int, *, group: int | None = None, has_zeros: bool = False
-) -> tuple[Tensors, torch.Tensor]:
+) -> Quantized:
     generator, group = seeded(seed), group or in_features
     weight = torch.randint(-128, 128, (out_features, in_features), generator=generator, dtype=torch.int8)
     shape = (out_features, in_features // group)
@@ -149,7 +147,7 @@ def torchao_octets(
     return parts, expected * scale.repeat_interleave(group, 1)
 
 
-def torchao_int4(out_features: int, in_features: int, seed: int) -> tuple[Tensors, torch.Tensor]:
+def torchao_int4(out_features: int, in_features: int, seed: int) -> Quantized:
     generator = seeded(seed)
     codes = torch.randint(-8, 8, (out_features, in_features), generator=generator, dtype=torch.int8)
     shape = (in_features // BLOCK, out_features)

@@ -19,8 +19,10 @@ from tests.support.coded_weights import dequantized, make_scaled
 from tests.support.models import edit_config, edit_tensors
 
 Tensors = dict[str, torch.Tensor]
-Quantize = Callable[[int, int, int], tuple[Tensors, torch.Tensor]]
-"""Tensors of a module for numbers of outputs and inputs and a seed, and the weight [out, in] that they stand for."""
+Quantized = tuple[Tensors, torch.Tensor]
+"""Tensors of a module, and the weight [out, in] that they stand for."""
+Quantize = Callable[[int, int, int], Quantized]
+"""Makes a module for numbers of outputs and inputs and a seed."""
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
@@ -70,9 +72,7 @@ def as_gptq(weight: CodedWeight, *, is_v2: bool = False) -> Tensors:
     }
 
 
-def awq(
-    out_features: int, in_features: int, seed: int, *, group: int = 64, symmetric: bool = False
-) -> tuple[Tensors, torch.Tensor]:
+def awq(out_features: int, in_features: int, seed: int, *, group: int = 64, symmetric: bool = False) -> Quantized:
     """Symmetric codes also have zeros, each of them 8."""
     has_zeros = not symmetric
     weight = make_scaled(Coding.INT4, out_features, in_features, group, torch.float16, has_zeros=has_zeros, seed=seed)
@@ -89,7 +89,7 @@ def gptq(
     symmetric: bool = False,
     is_v2: bool = False,
     in_order: bool = True,
-) -> tuple[Tensors, torch.Tensor]:
+) -> Quantized:
     """Without `in_order`, inputs are in the order of their activations, so that groups are mixed."""
     coding = Coding.INT4 if bits == 4 else Coding.INT8
     weight = make_scaled(coding, out_features, in_features, group, torch.float16, has_zeros=not symmetric, seed=seed)
@@ -104,7 +104,7 @@ def gptq(
 
 def compressed(
     out_features: int, in_features: int, seed: int, *, args: dict[str, Any], form: str, dtype: torch.dtype
-) -> tuple[Tensors, torch.Tensor]:
+) -> Quantized:
     """`compress` of the package makes the tensors from a weight, and `decompress` the expected weight from those."""
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**args))
     assert scheme.weights is not None
@@ -133,7 +133,7 @@ def compressed(
 
 def fp8(
     out_features: int, in_features: int, seed: int, *, block: tuple[int, int] = (128, 128), dtype: torch.dtype
-) -> tuple[Tensors, torch.Tensor]:
+) -> Quantized:
     """The expected weight is scaled in float32, as by transformers and DeepSeek's own code."""
     generator = torch.Generator().manual_seed(seed)
     grid = (-(-out_features // block[0]), -(-in_features // block[1]))

@@ -12,7 +12,8 @@ import grpc.aio
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import decode_int32, decode_logprobs, encode_int32
 from quire.rpc.channel import open_channel
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2 as pb
+from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.service.compatibility import SCHEDULER_PROTOCOL
 from scheduler_svc.service.app import serve
 from scheduler_svc.settings import SchedulerSettings
@@ -23,21 +24,17 @@ from tests.support.logprobs import Line, lines_by_event
 @contextlib.asynccontextmanager
 async def scheduler_task(
     socket: str, worker: str, **settings
-) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[SchedulerServiceStub, asyncio.Task[None]]]:
     """Runs the service on a unix socket, or at `listen`, until the block ends. Yields a connected stub, and the
     service's task, which may end by itself."""
     address = settings.get("listen", f"unix:{socket}")
-    values: dict[str, Any] = {
-        "listen": address,
-        "workers": (worker,),
-        "drain_timeout": 0.0,
-        "log_level": "warning",
-    } | settings
+    values: dict[str, Any] = {"workers": (worker,), "drain_timeout": 0.0, "log_level": "warning"}
+    values |= {"listen": address} | settings
     task = asyncio.create_task(serve(SchedulerSettings(**values)))
     channel = open_channel(address)
-    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    stub = SchedulerServiceStub(channel)
     try:
-        await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
+        await state_of(stub)
         yield stub, task
     finally:
         await channel.close()
@@ -46,9 +43,7 @@ async def scheduler_task(
 
 
 @contextlib.asynccontextmanager
-async def running_scheduler(
-    socket: str, worker: str, **settings
-) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+async def running_scheduler(socket: str, worker: str, **settings) -> AsyncIterator[SchedulerServiceStub]:
     """Same as above, for a service that does not end by itself."""
     async with scheduler_task(socket, worker, **settings) as (stub, task):
         yield stub
@@ -67,43 +62,44 @@ async def until(condition, timeout_s: float = 60):
         return value
 
 
-async def state_of(stub: scheduler_pb2_grpc.SchedulerServiceStub, **request) -> scheduler_pb2.GetStateResponse:
-    return await stub.GetState(scheduler_pb2.GetStateRequest(**request))
+async def state_of(stub: SchedulerServiceStub, **request) -> pb.GetStateResponse:
+    return await stub.GetState(pb.GetStateRequest(**request), wait_for_ready=True, timeout=60)
 
 
 async def until_state(
-    stub: scheduler_pb2_grpc.SchedulerServiceStub, condition: Callable[[scheduler_pb2.GetStateResponse], object]
+    stub: SchedulerServiceStub, condition: Callable[[pb.GetStateResponse], object], timeout_s: float = 60
 ) -> None:
     """Waits until the scheduler's state has these values."""
 
     async def holds() -> object:
         return condition(await state_of(stub))
 
-    await until(holds)
+    await until(holds, timeout_s)
 
 
-async def wait_attached(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+def num_live(state: pb.GetStateResponse) -> int:
+    """How many requests the scheduler has."""
+    return state.running_requests + state.waiting_requests + state.swapped_requests
+
+
+async def wait_attached(stub: SchedulerServiceStub) -> None:
     await until_state(stub, lambda state: state.workers[0].attached)
 
 
 @contextlib.asynccontextmanager
-async def attached_scheduler(
-    directory: Path, worker: str, **settings
-) -> AsyncIterator[scheduler_pb2_grpc.SchedulerServiceStub]:
+async def attached_scheduler(directory: Path, worker: str, **settings) -> AsyncIterator[SchedulerServiceStub]:
     """`running_scheduler` with a socket in the directory, once its worker is attached."""
     async with running_scheduler(str(directory / "s.sock"), worker, **settings) as stub:
         await wait_attached(stub)
         yield stub
 
 
-async def wait_nothing_in_use(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> None:
+async def wait_nothing_in_use(stub: SchedulerServiceStub) -> None:
     """Does not check how the requests ended: they also end by themselves, unless the worker stands still."""
 
-    def is_free(state: scheduler_pb2.GetStateResponse) -> bool:
-        live = state.running_requests + state.waiting_requests + state.swapped_requests
-        return not (live or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
-
-    await until_state(stub, is_free)
+    await until_state(
+        stub, lambda state: not (num_live(state) or state.gpu_pool.used_blocks or state.host_pool.used_blocks)
+    )
 
 
 def make_submit(
@@ -115,7 +111,7 @@ def make_submit(
     stop: Sequence[int] = (),
     emitted: Sequence[int] = (),
     **extra,
-) -> scheduler_pb2.Submit:
+) -> pb.Submit:
     """A submission whose seed is its handle, so that `expected_tokens` knows its output."""
     fields: dict[str, Any] = {
         "request_id": f"request-{handle}",
@@ -123,13 +119,13 @@ def make_submit(
         "sampling": common_pb2.SamplingParameters(temperature=1.0, top_p=1.0, seed=handle, n=n),
         "stopping": common_pb2.StoppingParameters(max_tokens=max_tokens, stop_token_ids=stop),
     }
-    submit = scheduler_pb2.Submit(handle=handle, **(fields | extra))
+    submit = pb.Submit(handle=handle, **(fields | extra))
     if emitted:
         submit.emitted.add(sequence_index=0, token_ids=encode_int32(list(emitted)))
     return submit
 
 
-def resubmit(stream: "GatewayStream", handle: int, **fields) -> scheduler_pb2.Submit:
+def resubmit(stream: "GatewayStream", handle: int, **fields) -> pb.Submit:
     """A request of a broken stream, as its gateway submits it again, with all tokens that it has."""
     submit = make_submit(handle, resubmitted=True, num_prompt_logprobs=stream.num_prompt_logprobs[handle], **fields)
     samples = {index: output for (of, index), output in stream.samples.items() if of == handle}
@@ -153,9 +149,9 @@ class GatewayStream:
     """The output of each request's first sequence."""
     samples: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """The output of all other sequences, by handle and index."""
-    ends: dict[int, scheduler_pb2.SequenceEnd] = field(default_factory=dict)
-    completed: dict[int, scheduler_pb2.RequestEnd] = field(default_factory=dict)
-    failed: dict[int, scheduler_pb2.RequestFailure] = field(default_factory=dict)
+    ends: dict[int, pb.SequenceEnd] = field(default_factory=dict)
+    completed: dict[int, pb.RequestEnd] = field(default_factory=dict)
+    failed: dict[int, pb.RequestFailure] = field(default_factory=dict)
     logprobs: dict[int, list[Line]] = field(default_factory=dict)
     num_events: int = 0
     """Number of messages with events."""
@@ -170,19 +166,18 @@ class GatewayStream:
     @classmethod
     async def open(
         cls,
-        stub: scheduler_pb2_grpc.SchedulerServiceStub,
+        stub: SchedulerServiceStub,
         gateway_id: str = "gateway-a",
         grace_period_ms: int = 0,
         credit: int | None = None,
-    ) -> tuple["GatewayStream", scheduler_pb2.Welcome]:
+    ) -> tuple["GatewayStream", pb.Welcome]:
         """With credit, each message that is read gives credit for one more."""
         stream = cls(stub.Connect(), gives_credit=credit is not None)
-        hello = scheduler_pb2.Hello(
-            gateway_id=gateway_id, grace_period_ms=grace_period_ms, protocol=SCHEDULER_PROTOCOL.message()
-        )
-        await stream.call.write(scheduler_pb2.ConnectRequest(hello=hello))
+        versions = SCHEDULER_PROTOCOL.message()
+        hello = pb.Hello(gateway_id=gateway_id, grace_period_ms=grace_period_ms, protocol=versions)
+        await stream.call.write(pb.ConnectRequest(hello=hello))
         first = await stream.call.read()
-        assert isinstance(first, scheduler_pb2.ConnectResponse), "the stream ended"
+        assert isinstance(first, pb.ConnectResponse), "the stream ended"
         welcome = first.welcome
         if credit:
             await stream.give_credit(credit)
@@ -190,12 +185,12 @@ class GatewayStream:
 
     async def say(self, **message: Any) -> None:
         """Sends a ConnectRequest with this content."""
-        await self.call.write(scheduler_pb2.ConnectRequest(**message))
+        await self.call.write(pb.ConnectRequest(**message))
 
     async def give_credit(self, num_messages: int = 1) -> None:
         await self.say(credit={"messages": num_messages, "taken": self.num_events})
 
-    async def submit(self, submit: scheduler_pb2.Submit) -> None:
+    async def submit(self, submit: pb.Submit) -> None:
         self.outputs[submit.handle] = []
         self.ended -= {end for end in self.ended if end[0] == submit.handle}
         for each in submit.emitted:
@@ -221,7 +216,7 @@ class GatewayStream:
     async def read(self) -> None:
         """Reads one message and collects its events."""
         message = await self.call.read()
-        assert isinstance(message, scheduler_pb2.ConnectResponse), "the stream ended"
+        assert isinstance(message, pb.ConnectResponse), "the stream ended"
         self._take(message)
         if self.gives_credit and message.HasField("events"):
             await self.give_credit()
@@ -229,10 +224,10 @@ class GatewayStream:
     async def read_to_end(self, timeout_s: float = 60) -> None:
         """Reads messages until the scheduler ends the stream."""
         async with asyncio.timeout(timeout_s):
-            while isinstance(message := await self.call.read(), scheduler_pb2.ConnectResponse):
+            while isinstance(message := await self.call.read(), pb.ConnectResponse):
                 self._take(message)
 
-    def _take(self, message: scheduler_pb2.ConnectResponse) -> None:
+    def _take(self, message: pb.ConnectResponse) -> None:
         if message.HasField("state"):
             self.readiness.append(message.state.ready)
             self.busy.append(message.state.busy)

@@ -12,13 +12,14 @@ from typing import Any
 from quire.client import AsyncClient, ClientTls
 from quire.rpc.channel import open_channel
 from quire.runtime.settings import to_argv
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2
+from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.testing import EmbeddedServer
 from quire_cli.supervisor import ServeSettings
 from quire_cli.supervisor.commands import Programs
 from tests.support.forks import SERVICES, WORKER, forked
 from tests.support.model_flags import with_models
-from tests.support.scheduler_process import until, wait_nothing_in_use
+from tests.support.scheduler_process import num_live, state_of, until_state, wait_nothing_in_use
 
 
 def forked_worker(module: str = "worker_svc") -> tuple[str, ...]:
@@ -55,23 +56,19 @@ class Served:
 
     server: EmbeddedServer
     client: AsyncClient
-    scheduler: scheduler_pb2_grpc.SchedulerServiceStub
+    scheduler: SchedulerServiceStub
     started: Mapping[str, int]
     """The process ids of its services when it became ready."""
 
     async def state(self) -> scheduler_pb2.GetStateResponse:
-        return await self.scheduler.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
+        return await state_of(self.scheduler)
 
     async def num_live(self) -> int:
         """How many requests the scheduler has."""
-        state = await self.state()
-        return state.running_requests + state.waiting_requests + state.swapped_requests
+        return num_live(await self.state())
 
     async def until_live(self, num_requests: int) -> None:
-        async def are_live() -> bool:
-            return await self.num_live() == num_requests
-
-        await until(are_live)
+        await until_state(self.scheduler, lambda state: num_live(state) == num_requests)
 
     @contextlib.contextmanager
     def standing_still(self) -> Iterator[None]:
@@ -114,7 +111,7 @@ async def serving(
             AsyncClient(server.grpc_address, tls=client_tls) as client,
             open_channel(server.scheduler_address) as channel,
         ):
-            served = Served(server, client, scheduler_pb2_grpc.SchedulerServiceStub(channel), server.services)
+            served = Served(server, client, SchedulerServiceStub(channel), server.services)
             yield served
             await wait_nothing_in_use(served.scheduler)
     finally:

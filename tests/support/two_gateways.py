@@ -7,11 +7,11 @@ from pathlib import Path
 
 from grpc_health.v1 import health_pb2
 
-from quire.scheduler.v1 import scheduler_pb2_grpc
+from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from tests.support.fake_worker import FakeWorker, FakeWorkerConfig
 from tests.support.gateway_process import RunningGateway, running_gateway
 from tests.support.grpc_types import health_stub
-from tests.support.scheduler_process import running_scheduler, state_of, until, wait_attached
+from tests.support.scheduler_process import running_scheduler, until_state, wait_attached
 from worker_svc.step import WorkerInfo
 
 
@@ -29,7 +29,7 @@ class TwoGateways:
 
     first: RunningGateway
     second: RunningGateway
-    schedulers: tuple[scheduler_pb2_grpc.SchedulerServiceStub, ...]
+    schedulers: tuple[SchedulerServiceStub, ...]
     workers: tuple[FakeWorker, ...]
 
     def stand_still(self) -> None:
@@ -42,7 +42,7 @@ class TwoGateways:
         return self.first, self.second
 
     @property
-    def scheduler(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
+    def scheduler(self) -> SchedulerServiceStub:
         """The first or only scheduler."""
         return self.schedulers[0]
 
@@ -60,7 +60,7 @@ async def two_gateways(
         settings |= {"schedulers": tuple(f"unix:{socket}" for socket in sockets)}
         gateways = [await stack.enter_async_context(running_gateway(**settings)) for _ in range(2)]
         for scheduler in schedulers:
-            await _wait_connected(scheduler, len(gateways))
+            await until_state(scheduler, lambda state: state.connected_gateways == len(gateways))
         for gateway in gateways:
             await _wait_serving(gateway)
         first, second = gateways
@@ -68,9 +68,7 @@ async def two_gateways(
 
 
 @contextlib.asynccontextmanager
-async def _replica(
-    socket: Path, script: tuple[int, ...]
-) -> AsyncIterator[tuple[scheduler_pb2_grpc.SchedulerServiceStub, FakeWorker]]:
+async def _replica(socket: Path, script: tuple[int, ...]) -> AsyncIterator[tuple[SchedulerServiceStub, FakeWorker]]:
     worker = FakeWorker(LlamaWorkerConfig(step_seconds=0.002, vocab_size=2080 if script else 1000, script=script))
     address = await worker.start()
     try:
@@ -79,13 +77,6 @@ async def _replica(
             yield scheduler, worker
     finally:
         await worker.stop()
-
-
-async def _wait_connected(scheduler: scheduler_pb2_grpc.SchedulerServiceStub, num_gateways: int) -> None:
-    async def all_connected() -> bool:
-        return (await state_of(scheduler)).connected_gateways == num_gateways
-
-    await until(all_connected)
 
 
 async def _wait_serving(gateway: RunningGateway) -> None:

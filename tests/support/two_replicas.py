@@ -13,11 +13,12 @@ from pathlib import Path
 
 from quire.client import AsyncClient
 from quire.rpc.channel import open_channel
-from quire.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from quire.scheduler.v1 import scheduler_pb2
+from quire.scheduler.v1.scheduler_pb2_grpc import SchedulerServiceStub
 from quire.testing import free_port
 from quire_cli.supervisor.commands import Programs
 from tests.support.metrics import read_metrics
-from tests.support.scheduler_process import until
+from tests.support.scheduler_process import until_state
 from tests.support.serving import forked_programs
 
 _MODEL = Path(__file__).parents[2] / "assets/quire-tiny"
@@ -46,20 +47,14 @@ class TwoReplicas:
 
     def start(self, programs: Programs, name: str, environ: dict[str, str] | None = None) -> None:
         kind, _, number = name.partition("-")
-        flags = {
-            "worker": ["--device=cpu", "--num-threads=1", *self.worker_flags],
-            "scheduler": [
-                f"--workers={self.socket(f'worker-{number}')}",
-                f"--metrics-port={self.metrics_ports[int(number or 0)]}",
-                f"--role={self.roles[int(number or 0)]}",
-            ],
-        }[kind]
-        listen = f"--listen={self.socket(name)}"
-        command = {"worker": programs.worker, "scheduler": programs.scheduler}[kind]
-        common = [f"--model={_MODEL}"] if kind == "worker" else []
-        self.processes[name] = subprocess.Popen(
-            [*command, listen, *common, *flags], process_group=0, env=os.environ | (environ or {})
-        )
+        if kind == "worker":
+            command = [*programs.worker, "--device=cpu", "--num-threads=1", f"--model={_MODEL}", *self.worker_flags]
+        else:
+            port, role = self.metrics_ports[int(number)], self.roles[int(number)]
+            workers = f"--workers={self.socket(f'worker-{number}')}"
+            command = [*programs.scheduler, workers, f"--metrics-port={port}", f"--role={role}"]
+        command.append(f"--listen={self.socket(name)}")
+        self.processes[name] = subprocess.Popen(command, process_group=0, env=os.environ | (environ or {}))
 
     def start_gateway(
         self,
@@ -107,15 +102,13 @@ async def two_replicas(
         replicas.start_gateway(programs, port)
         for number in range(2):
             channel = await stack.enter_async_context(open_channel(replicas.socket(f"scheduler-{number}")))
-            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-
-            async def is_there(stub: scheduler_pb2_grpc.SchedulerServiceStub = stub) -> bool:
-                state = await stub.GetState(scheduler_pb2.GetStateRequest(), wait_for_ready=True, timeout=60)
-                return state.connected_gateways == 1 and all(worker.attached for worker in state.workers)
-
-            await until(is_there, timeout_s=120)
+            await until_state(SchedulerServiceStub(channel), _is_there, timeout_s=120)
         replicas.client = await stack.enter_async_context(AsyncClient(f"127.0.0.1:{port}"))
         yield replicas
+
+
+def _is_there(state: scheduler_pb2.GetStateResponse) -> bool:
+    return state.connected_gateways == 1 and all(worker.attached for worker in state.workers)
 
 
 def _is_listening(path: str) -> bool:

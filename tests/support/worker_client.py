@@ -12,15 +12,15 @@ from quire.messages.arrays import decode_int32, encode_int32
 from quire.rpc.channel import open_channel
 from quire.rpc.errors import QuireError, from_rpc_error
 from quire.service.compatibility import WORKER_PROTOCOL
-from quire.worker.v1 import worker_pb2, worker_pb2_grpc
+from quire.worker.v1 import worker_pb2 as pb
+from quire.worker.v1 import worker_pb2_grpc
 from tests.support.sampling import make_row_sampling
 
 TIMEOUT_S = 60.0
 
 
-def attach_request(epoch: int) -> worker_pb2.RunRequest:
-    attach = worker_pb2.Attach(scheduler_epoch=epoch, protocol=WORKER_PROTOCOL.message())
-    return worker_pb2.RunRequest(attach=attach)
+def attach_request(epoch: int) -> pb.RunRequest:
+    return pb.RunRequest(attach=pb.Attach(scheduler_epoch=epoch, protocol=WORKER_PROTOCOL.message()))
 
 
 class StepClient:
@@ -28,15 +28,15 @@ class StepClient:
 
     def __init__(self, stub: worker_pb2_grpc.WorkerServiceStub) -> None:
         self._call: grpc.aio.StreamStreamCall = stub.Run()
-        self.attached = worker_pb2.Attached()
-        self.heartbeats: list[worker_pb2.Heartbeat] = []
+        self.attached = pb.Attached()
+        self.heartbeats: list[pb.Heartbeat] = []
         self._next_step_id = 1
 
     @property
-    def info(self) -> worker_pb2.WorkerInfo:
+    def info(self) -> pb.WorkerInfo:
         return self.attached.info
 
-    async def attach(self, epoch: int) -> worker_pb2.Attached:
+    async def attach(self, epoch: int) -> pb.Attached:
         """Attaches and waits for the answer."""
         await self.write(attach_request(epoch))
         response = await self._read()
@@ -44,29 +44,26 @@ class StepClient:
         self.attached = response.attached
         return response.attached
 
-    def step(self, **fields: Any) -> worker_pb2.StepRequest:
+    def step(self, **fields: Any) -> pb.StepRequest:
         """The next step of this session, with these fields."""
         with_id: dict[str, Any] = {"step_id": self._next_step_id, **fields}
-        step = worker_pb2.StepRequest(**with_id)
+        step = pb.StepRequest(**with_id)
         step.scheduler_epoch = step.scheduler_epoch or self.attached.scheduler_epoch
         step.worker_generation = step.worker_generation or self.info.worker_generation
         self._next_step_id = step.step_id + 1
         return step
 
-    async def send(self, step: worker_pb2.StepRequest) -> None:
-        await self.write(worker_pb2.RunRequest(step=step))
+    async def send(self, step: pb.StepRequest) -> None:
+        await self.write(pb.RunRequest(step=step))
 
-    async def write(self, request: worker_pb2.RunRequest) -> None:
+    async def write(self, request: pb.RunRequest) -> None:
         await self._call.write(request)
 
-    async def result(self) -> worker_pb2.StepResult:
+    async def result(self) -> pb.StepResult:
         """The next result; heartbeats on the way are kept."""
-        while (response := await self._read()).WhichOneof("message") == "heartbeat":
-            self.heartbeats.append(response.heartbeat)
-        assert response.WhichOneof("message") == "result"
-        return response.result
+        return (await self._after_heartbeats("result")).result
 
-    async def heartbeat(self) -> worker_pb2.Heartbeat:
+    async def heartbeat(self) -> pb.Heartbeat:
         """The next answer, which must be a heartbeat."""
         response = await self._read()
         assert response.WhichOneof("message") == "heartbeat"
@@ -74,12 +71,9 @@ class StepClient:
 
     async def prepared(self) -> int:
         """The number of the next constraint that is prepared; heartbeats on the way are kept."""
-        while (response := await self._read()).WhichOneof("message") == "heartbeat":
-            self.heartbeats.append(response.heartbeat)
-        assert response.WhichOneof("message") == "prepared"
-        return response.prepared.number
+        return (await self._after_heartbeats("prepared")).prepared.number
 
-    async def run(self, **fields: object) -> worker_pb2.StepResult:
+    async def run(self, **fields: object) -> pb.StepResult:
         """Sends the next step and waits for its result."""
         await self.send(self.step(**fields))
         return await self.result()
@@ -95,10 +89,16 @@ class StepClient:
     def cancel(self) -> None:
         self._call.cancel()
 
-    async def _read(self) -> worker_pb2.RunResponse:
+    async def _after_heartbeats(self, kind: str) -> pb.RunResponse:
+        while (response := await self._read()).WhichOneof("message") == "heartbeat":
+            self.heartbeats.append(response.heartbeat)
+        assert response.WhichOneof("message") == kind
+        return response
+
+    async def _read(self) -> pb.RunResponse:
         async with asyncio.timeout(TIMEOUT_S):
             response = await self._call.read()
-        if isinstance(response, worker_pb2.RunResponse):
+        if isinstance(response, pb.RunResponse):
             return response
         raise AssertionError(f"the stream ended with {await self._call.code()}")
 
@@ -123,12 +123,10 @@ async def attached_client(address: str, epoch: int) -> AsyncIterator[StepClient]
 _OF_ROWS = ("seed", "logprobs", "prompt_logprobs", "num_candidates")
 
 
-def make_assign(
-    row: int, token_ids: Sequence[int], block_table: Sequence[int], **sampling: Any
-) -> worker_pb2.AssignRow:
+def make_assign(row: int, token_ids: Sequence[int], block_table: Sequence[int], **sampling: Any) -> pb.AssignRow:
     """A row with a sequence; greedy unless `sampling` says otherwise."""
     own = {name: sampling.pop(name) for name in _OF_ROWS if name in sampling}
-    return worker_pb2.AssignRow(
+    return pb.AssignRow(
         row=row,
         token_ids=encode_int32(token_ids),
         block_table=encode_int32(block_table),
@@ -143,10 +141,10 @@ def make_batch(
     num_new_tokens: Sequence[int],
     num_computed_tokens: Sequence[int],
     samples: Sequence[tuple[int, int]] | None = None,
-) -> worker_pb2.Batch:
+) -> pb.Batch:
     """A batch; every row samples from itself unless `samples` says otherwise."""
     pairs = [(row, row) for row in rows] if samples is None else samples
-    return worker_pb2.Batch(
+    return pb.Batch(
         rows=encode_int32(rows),
         num_new_tokens=encode_int32(num_new_tokens),
         num_computed_tokens=encode_int32(num_computed_tokens),

@@ -19,13 +19,10 @@ from gateway.text.tokenizer import Tokenizer
 from quire.model_files.embedding_files import vector_files
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.decoder_models import CONFIGS, PAIR_TEMPLATE, make_decoder
-from tests.support.embedding_models import make_embedding_model
+from tests.support.embedding_models import DECODERS, PAIR_TEMPLATE, Modules, make_decoder, make_embedding_model
 from tests.support.gguf_files import write_gguf
 from tests.support.tiers import parametrize_once
 from tests.support.whole_engine import WholeEngine, make_request
-
-Modules = Sequence[tuple[str, Mapping[str, Any]]]
 
 TEXTS = (
     "The cat sat on the mat.",
@@ -77,7 +74,7 @@ def check(path: Path, least: float = 0.99999, *flags: str) -> None:
 
 
 @pytest.mark.parametrize("task", ["ForCausalLM", "Model"])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", DECODERS)
 def test_families_are_those_of_transformers(family: str, task: str, tmp_path: Path) -> None:
     check(make_decoder(tmp_path, family, task=task, modules=LAST))
 
@@ -137,7 +134,7 @@ def test_a_text_whose_vector_is_not_finite_fails_and_changes_no_other(name: str,
     np.testing.assert_array_equal(run(engine, prompts, is_warm=True), expected)
 
 
-@parametrize_once("family", [*CONFIGS])
+@parametrize_once("family", [*DECODERS])
 def test_rounded_vectors_are_as_close_as_those_of_transformers(family: str, tmp_path: Path) -> None:
     path = make_decoder(tmp_path, family, modules=LAST)
     expected = SentenceTransformer(str(path), device="cpu").encode(list(TEXTS))

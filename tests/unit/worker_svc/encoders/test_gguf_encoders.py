@@ -20,7 +20,7 @@ from tests.support.gguf_encoders import ARCHITECTURES, write_encoder_gguf
 from tests.support.tiers import parametrize_in_turn
 from tests.unit.worker_svc.encoders.test_vectors import LENGTHS, PAIRS, scores_of, vectors_of
 
-NORMALIZED = ("Normalize", {})
+NORMALIZED = ("Normalize", None)
 DENSE = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from kernels.packed_weight import Quantization
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
-from tests.support.embedding_models import FAMILIES, RANKERS, make_embedding_model, make_ranking_model
+from tests.support.embedding_models import FAMILIES, RANKERS, Modules, make_embedding_model, make_ranking_model
 from tests.support.tiers import parametrize_in_turn
 from worker_svc.encoders.encoder import PackedTexts
 from worker_svc.encoders.loading import load_encoder
@@ -26,8 +26,6 @@ from worker_svc.encoders.recorded import RecordedEncoder
 from worker_svc.parallel.ranks import ALONE
 from worker_svc.weights import Placement
 
-Modules = Sequence[tuple[str, Mapping[str, Any]]]
-
 TEXTS = ("the cat sat on the mat", "a", "", "once upon a time there was a small blue dog", "the cat sat on the mat")
 # Texts of 0 to 58 tokens and two special ones: shorter and longer than windows.
 WORDS = ("the", "cat", "sat", "on", "a", "big", "red", "mat")
@@ -35,16 +33,16 @@ LENGTHS = tuple(" ".join(WORDS[place % 8] for place in range(count)) for count i
 MEAN: Modules = (("Pooling", {"pooling_mode_mean_tokens": True}),)
 DENSE = {"in_features": 96, "out_features": 20, "bias": True, "activation_function": "torch.nn.modules.activation.Tanh"}
 VARIANTS: dict[str, Modules | None] = {
-    "first token": (("Pooling", {"pooling_mode_cls_token": True}), ("Normalize", {})),
+    "first token": (("Pooling", {"pooling_mode_cls_token": True}), ("Normalize", None)),
     "largest": (("Pooling", {"pooling_mode_max_tokens": True}),),
     "root of the length": (("Pooling", {"pooling_mode_mean_sqrt_len_tokens": True}),),
-    "weighted by place": (("Pooling", {"pooling_mode_weightedmean_tokens": True}), ("Normalize", {})),
+    "weighted by place": (("Pooling", {"pooling_mode_weightedmean_tokens": True}), ("Normalize", None)),
     "last token": (("Pooling", {"pooling_mode": "lasttoken"}),),
     "two, as newer files name them": (("Pooling", {"pooling_mode": ["max", "cls"]}), ("Dense", DENSE)),
     "all of the older flags": (
         ("Pooling", {f"pooling_mode_{each}": True for each in ("mean_tokens", "cls_token")}),
         ("Dense", DENSE | {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}),
-        ("Normalize", {}),
+        ("Normalize", None),
     ),
     "no modules": None,
 }
@@ -233,7 +231,7 @@ def test_states_of_the_shortest_and_the_longest_text_are_those_of_transformers(f
 
 @parametrize_in_turn("family, dtype", FAMILIES, [(torch.bfloat16,), (torch.float32,)])
 def test_bits_of_a_vector_do_not_depend_on_the_other_texts(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", {}))
+    modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}), ("Normalize", None))
     path = make_embedding_model(tmp_path, family, modules=modules)
     texts = (*TEXTS, LENGTHS[40])
     together = vectors_of(path, dtype, texts * 3)
@@ -260,7 +258,7 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
     ("modules", "message"),
     [
         ((("WordWeights", {}),), "has a module of the type WordWeights, which is not supported; supported are"),
-        ((("Normalize", {}),), "has no Pooling directly behind the Transformer"),
+        ((("Normalize", None),), "has no Pooling directly behind the Transformer"),
         ((("Pooling", {"include_prompt": False}),), "include_prompt of Pooling is false, which is not supported"),
         (
             (*MEAN, ("Normalize", {"module_input_name": "token_embeddings"})),
