@@ -1,7 +1,7 @@
 """Builds a source distribution and a manylinux wheel for a registry, and tries both in empty environments.
 
-usage: python -m tools.check_wheels [--out DIR] [--arch aarch64]   (default: dist; takes minutes, and installs from a
-registry)
+usage: python -m tools.check_wheels [--out DIR] [--arch ARCH]   (default: dist, and this machine; takes minutes, and
+installs from a registry)
 
 The wheel is built from the source distribution, which shows that no file is missing there. auditwheel gives it its
 manylinux tag. Each environment has the core dependencies only: no torch, no extra.
