@@ -13,7 +13,10 @@ struct Two {
   friend Two operator-(Two a, Two b) { return {a.low - b.low, a.high - b.high}; }
   friend Two operator*(Two a, Two b) { return {a.low * b.low, a.high * b.high}; }
   friend Two operator/(Two a, Two b) { return {a.low / b.low, a.high / b.high}; }
-  friend Two operator&(Two a, uint32_t b) { return {a.low & static_cast<int32_t>(b), a.high & static_cast<int32_t>(b)}; }
+  friend Two operator&(Two a, uint32_t bits) {
+    const auto b = static_cast<int32_t>(bits);
+    return {a.low & b, a.high & b};
+  }
   friend Two operator^(Two a, int32_t b) { return {a.low ^ b, a.high ^ b}; }
   friend Two operator<<(Two a, int bits) { return {a.low << bits, a.high << bits}; }
   friend Two operator>>(Two a, int bits) { return {a.low >> bits, a.high >> bits}; }
