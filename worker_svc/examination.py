@@ -40,6 +40,8 @@ def _cpu_kernels() -> Finding:
     found = library.isa + (f" (also: {', '.join(others)})" if others else "")
     if library.isa == "avx2":
         return Finding("CPU kernels", Verdict.NOTE, found, "the processor has no AVX-512, which is faster")
+    if library.isa == "neon":
+        return Finding("CPU kernels", Verdict.NOTE, found, "the processor has no dot products of int8 (ARMv8.2)")
     return Finding("CPU kernels", Verdict.OK, found)
 
 

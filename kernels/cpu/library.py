@@ -396,7 +396,7 @@ class Library:
         library = _load(path)
         isas = _available_isas(library)
         if not isas:
-            raise LibraryUnavailableError("this processor has no AVX2")
+            raise LibraryUnavailableError("this processor has none of the instruction sets of the library (x86: AVX2)")
         self.isa = isas[0] if isa is None else isa
         context = library.quire_open(self.isa.encode(), _open_mp())
         if context is None:

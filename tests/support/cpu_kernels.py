@@ -33,7 +33,7 @@ def _isas() -> tuple[str, ...]:
         return ()
     can_build = "QUIRE_TEST_CPU_LIBRARY" not in os.environ and shutil.which("cmake") and shutil.which("c++")
     # Code for matrix units counts on vectors of 16 floats, which each processor with matrix units has.
-    return (*built, EMULATED_AMX) if can_build and built[0] != "avx2" else built
+    return (*built, EMULATED_AMX) if can_build and built[0].startswith(("amx", "avx512")) else built
 
 
 ISAS = _isas()

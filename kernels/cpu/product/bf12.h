@@ -55,9 +55,7 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // A table of upper bytes.
-inline ByteVector load_table(const uint8_t* upper) {
-  return in_all_lanes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
-}
+inline ByteVector load_table(const uint8_t* upper) { return repeat16(upper); }
 
 // The bfloat16 numbers of a group; `table` holds its upper bytes.
 inline void expand_group(BF16* to, const Bf12Group& group, ByteVector table) {

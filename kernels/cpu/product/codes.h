@@ -69,16 +69,9 @@ class CodeProducts {
   // Packs 32 values of a token, and their sums for each part.
   template <int kParts>
   static void pack_piece(const int8_t* x, int8_t* values, float* sums) {
-    const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
     int of_parts[2] = {};
-    for (int half = 0; half < 2; ++half) {
-      const __m128i of_half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x) + half);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(values) + half, _mm_shuffle_epi8(of_half, evens_first));
-      // Eight sums of two, four of four, then one.
-      __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), of_half), _mm_set1_epi16(1));
-      sum = _mm_hadd_epi32(sum, sum);
-      of_parts[half * kParts / 2] += _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
-    }
+    for (int half = 0; half < 2; ++half)
+      of_parts[half * kParts / 2] += store_evens_first(values + 16 * half, x + 16 * half);
     for (int part = 0; part < kParts; ++part) sums[part] = static_cast<float>(of_parts[part]);
   }
 
@@ -160,8 +153,7 @@ class CodeProducts {
         bytes[i] = static_cast<uint8_t>(static_cast<int>(Format::kValues[i]) + Format::kOffset - kBias<Format>);
       return bytes;
     }();
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(kBytes.data()));
-    return whole(look_up(in_all_lanes(table), bits_of(codes)));
+    return whole(look_up(repeat16(kBytes.data()), bits_of(codes)));
   }
 };
 

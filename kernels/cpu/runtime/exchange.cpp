@@ -1,9 +1,10 @@
 #include "runtime/exchange.h"
 
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include "runtime/spin.h"
 
 namespace quire {
 namespace {
@@ -58,7 +59,7 @@ void Round::wait(int64_t rank, int64_t stripe) const {
   Arrival& theirs = arrival(group_, rank, stripe);
   for (int i = 0; i < kSpins; ++i) {
     if (__atomic_load_n(&theirs.round, __ATOMIC_ACQUIRE) >= number_) return;
-    _mm_pause();
+    pause();
   }
   __atomic_fetch_add(&theirs.num_asleep, 1, __ATOMIC_SEQ_CST);
   for (uint64_t seen; (seen = __atomic_load_n(&theirs.round, __ATOMIC_SEQ_CST)) < number_;)

@@ -1,9 +1,13 @@
 // Which instruction sets this processor has, contexts for them, and the layout of the interface.
 #include "isas.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#else
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <cstddef>
 #include <cstring>
@@ -26,6 +30,14 @@ QUIRE_FOR_ISAS(QUIRE_DECLARE)
 
 namespace {
 
+#if defined(__aarch64__)
+[[maybe_unused]] bool has_neon() { return true; }  // every processor
+
+[[maybe_unused]] bool has_neon_dotprod() {
+  constexpr unsigned long kDotProducts = 1 << 20;  // ASIMDDP
+  return getauxval(AT_HWCAP) & kDotProducts;
+}
+#else
 struct Registers {
   unsigned a, b, c, d;
 };
@@ -56,6 +68,8 @@ bool has_avx512_bf16() { return has_avx512_vnni() && has_feature(7, 1, &Register
   return has_avx512_bf16() && has_feature(7, 0, &Registers::d, 24) && has_feature(7, 0, &Registers::d, 22) &&
          has_feature(7, 0, &Registers::d, 25) && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+
+#endif
 
 struct Isa {
   const char* name;

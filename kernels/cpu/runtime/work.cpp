@@ -1,16 +1,14 @@
 #include "runtime/work.h"
 
-#include <immintrin.h>
 #include <sched.h>
 
 #include <cstdlib>
 #include <new>
 
+#include "runtime/spin.h"
+
 namespace quire {
 namespace {
-
-// Ticks of the time stamp counter, about a millisecond. The length of a pause differs between processors.
-constexpr uint64_t kMillisecond = 2'500'000;
 
 // The works of a region that are done. A work is done when all its units are, whichever threads did them. So nothing
 // waits for a thread that has lost its core, unless it has taken units.
@@ -31,11 +29,11 @@ class Progress {
   // Returns when the work is done. Usually that takes microseconds, so a thread spins that long. Then it sleeps:
   // another thread may have lost its core to a process and can use this one.
   void wait(size_t work) const {
-    const uint64_t begin = __rdtsc();
+    const uint64_t begin = ticks();
     do {
       if (first() > work) return;
-      _mm_pause();
-    } while (__rdtsc() - begin < kMillisecond / 10);
+      pause();
+    } while (ticks() - begin < millisecond_ticks() / 10);
     for (uint32_t now; (now = first()) <= work;) first_.wait(now, std::memory_order_acquire);
   }
 
@@ -56,16 +54,16 @@ class Progress {
 // scheduler would take the core a little later, probably within units, and all threads would wait for them.
 class Turn {
  public:
-  bool is_over() const { return __rdtsc() - begin_ > kMillisecond; }
+  bool is_over() const { return ticks() - begin_ > millisecond_ticks(); }
 
   // Returns at once if no other process waits for this core.
   void yield() {
     sched_yield();
-    begin_ = __rdtsc();
+    begin_ = ticks();
   }
 
  private:
-  uint64_t begin_ = __rdtsc();
+  uint64_t begin_ = ticks();
 };
 
 struct Free {

@@ -235,7 +235,11 @@ void rotary(const RotaryArgs& args, int64_t begin, int64_t end) {
 
 // A product that is rounded: the compiler must not fuse it with a sum.
 inline Vec rounded(Vec x) {
+#if defined(__aarch64__)
+  asm("" : "+w"(x.v.low), "+w"(x.v.high));
+#else
   asm("" : "+v"(x.v));
+#endif
   return x;
 }
 

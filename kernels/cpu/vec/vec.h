@@ -4,7 +4,11 @@
 // the other lanes are 0. NaN goes through everything here but `max`, which may drop it.
 #pragma once
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#else
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
@@ -25,7 +29,9 @@ inline constexpr int32_t kNoUpperBytes = static_cast<int32_t>(0x80808000u);
 
 }  // namespace quire
 
-#if defined(__AVX512F__)
+#if defined(__aarch64__)
+#include "vec/vec_neon.h"
+#elif defined(__AVX512F__)
 #include "vec/vec_avx512.h"
 #else
 #include "vec/vec_avx2.h"
@@ -56,6 +62,24 @@ inline constexpr int kPrefetchCache = kSecondCache;
 inline constexpr int kOnceCache = kNoCache;
 #else
 inline constexpr int kOnceCache = kPrefetchCache;
+#endif
+
+#if !defined(__aarch64__)
+// 16 bytes, in all lanes.
+inline ByteVector repeat16(const uint8_t* p) {
+  return in_all_lanes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+// Stores 16 values, the even places of each 8 first, and returns their sum.
+inline int32_t store_evens_first(int8_t* to, const int8_t* x) {
+  const __m128i evens_first = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(values, evens_first));
+  // Eight sums of two, four of four, then one.
+  __m128i sum = _mm_madd_epi16(_mm_maddubs_epi16(_mm_set1_epi8(1), values), _mm_set1_epi16(1));
+  sum = _mm_hadd_epi32(sum, sum);
+  return _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
+}
 #endif
 
 inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
