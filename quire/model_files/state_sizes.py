@@ -89,7 +89,13 @@ def _read(architecture: str, config: Mapping[str, Any], num_ranks: int) -> State
     types = config.get("layer_types") or config.get("layers_block_type")
     is_mamba, inner, heads, lines, groups, taps, num_attending = False, 0, 0, 0, 1, 4, count
     match architecture:
-        case "Qwen3_5ForCausalLM" | "Qwen3_5MoeForCausalLM" | "Qwen3NextForCausalLM" | "OlmoHybridForCausalLM":
+        case (
+            "Qwen3_5ForCausalLM"
+            | "Qwen3_5MoeForCausalLM"
+            | "Qwen3NextForCausalLM"
+            | "OlmoHybridForCausalLM"
+            | "LaraMiniForCausalLM"
+        ):
             every = number("full_attention_interval", 4)
             types = types or [_STATES[0] if (index + 1) % every else "attention" for index in range(count)]
             if architecture == "OlmoHybridForCausalLM":
@@ -99,7 +105,8 @@ def _read(architecture: str, config: Mapping[str, Any], num_ranks: int) -> State
                 lines = number("linear_key_head_dim", lines)
                 columns = number("linear_value_head_dim", 2 * lines)
             else:
-                key_heads, heads = number("linear_num_key_heads", 16), number("linear_num_value_heads", 32)
+                usual = 8 if architecture == "LaraMiniForCausalLM" else 16
+                key_heads, heads = number("linear_num_key_heads", usual), number("linear_num_value_heads", 2 * usual)
                 lines, columns = number("linear_key_head_dim", 128), number("linear_value_head_dim", 128)
             channels, inner = 2 * key_heads * lines + heads * columns, heads * columns
             parameters = hidden * (channels + 2 * inner + 2 * heads)
@@ -192,5 +199,5 @@ def _sizes(types: Any, parts: tuple[tuple[int, int], ...], parameters: int, kind
     if not isinstance(types, list):
         return None
     num_layers = sum(each in _STATES for each in types)
-    num_attending = sum(each in ("attention", "full_attention") for each in types)
+    num_attending = sum(each in ("attention", "full_attention", "sliding_attention") for each in types)
     return StateSizes(num_layers, num_attending, parts, parameters, kind) if num_layers else None

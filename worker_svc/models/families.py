@@ -44,7 +44,6 @@ DENSE.add("LlamaForCausalLM")
 # LLaMA with names of its own for tensors and fields.
 DENSE.add(
     "ExaoneForCausalLM",
-    {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
     fixed={
         "num_hidden_layers": lambda fields: fields.integer("num_layers", fields.integer("num_hidden_layers", 32)),
         "rms_norm_eps": lambda fields: fields.number("layer_norm_epsilon", fields.number("rms_norm_eps")),

@@ -103,7 +103,7 @@ WITH_EXPERTS.add("SolarOpenForCausalLM", {"partial_rotary_factor": 1.0, "first_k
 # GLM 4 with experts and a full rotation, and names of its own for tensors and fields.
 WITH_EXPERTS.add(
     "SarvamMoEForCausalLM",
-    {"use_qk_norm": True, "partial_rotary_factor": 1.0, "rope_theta": 8e6, "routed_scaling_factor": 2.5},
+    {"use_qk_norm": True, "partial_rotary_factor": 1.0, "routed_scaling_factor": 2.5},
     like=_GLM_4_MOE,
     fixed={"attention_bias": lambda fields: fields.flag("use_qkv_bias", fields.flag("attention_bias", False))},
     renamed={

@@ -147,7 +147,13 @@ WITH_STATES.add(
 _LARA_KINDS = ("linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention")
 WITH_STATES.add(
     "LaraMiniForCausalLM",
-    {"num_experts": 128, "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "sliding_window": 512},
+    {
+        "num_experts": 128,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 16,
+    },
     fixed=NO_MLP_BIAS,
     renamed={".linear_attn.out_norm.": ".linear_attn.norm."},
     head_norms=HEAD_NORMS,

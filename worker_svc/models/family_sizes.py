@@ -28,6 +28,7 @@ SmolLM3ForCausalLM        128256   2048     -     36    16  4    -     32768    
 SeedOssForCausalLM        155136      - 27648     64    80  8  128    524288         -          -    -      -    -   -
 Olmo2ForCausalLM           50304      -     -      -     -  -    -         -      1e-5          -    -      -    -   -
 Olmo3ForCausalLM           50304      -     -      -     -  -    -         -      1e-5          -    -   4096    -   -
+ExaoneForCausalLM         102400      - 14336      -     -  8    -      4096      1e-5        5e5    -      -    -   -
 Exaone4ForCausalLM        102400      - 16384      -     - 32    -         -      1e-5          -    -   4096    -   -
 GlmForCausalLM            151552      - 13696     40     -  2  128    131072 1.5625e-7          -    -      -    -   -
 Glm4ForCausalLM           151552      - 13696     40     -  2  128    131072 1.5625e-7          -    -      -    -   -
@@ -49,6 +50,7 @@ Qwen2MoeForCausalLM       151936   2048  5632     24    16 16    -     32768    
 Qwen3MoeForCausalLM       151936   2048  6144     24    32  4    -     32768         -          -    -   4096  768   8
 Glm4MoeForCausalLM        151552      - 10944     46    96  8    -    131072      1e-5          -    -      - 1408   8
 SolarOpenForCausalLM      196608      -     -     48    64  8  128    131072      1e-5        1e6    -      - 1280   8
+SarvamMoEForCausalLM      262144      -  8192     19    64  4   64    131072         -        8e6    -      - 1024   6
 ExaoneMoeForCausalLM      102400      - 16384      -     - 32    -         -      1e-5          -    -   4096 1024   8
 HYV3ForCausalLM           120832      - 13312     80    64  8  128    131072      1e-5 11158840.0    -      - 1536   8
 MiniMaxM2ForCausalLM      200064   3072  1536     62    48  8  128    196608         -        5e6    -      -    -   -
@@ -68,6 +70,7 @@ MiniCPM3ForCausalLM        73448   2560  6400     62    40  -    -     32768    
 Qwen3_5ForCausalLM        248320      - 12288     32    16  4  256     32768         -          -    -      -    -   -
 Qwen3_5MoeForCausalLM     248320   2048     -     40    16  2  256     32768         -          -    -      -  512   8
 Qwen3NextForCausalLM      151936   2048  5632     48    16  2  256     32768         -          -    -      -  512  10
+LaraMiniForCausalLM       151936   1024  5632     34    16  4  128    131072         -          - true    512  512   4
 OlmoHybridForCausalLM     100352   3840     -      -    30  -    -     65536         -          -    -      -    -   -
 KimiLinearForCausalLM     163840   2304  9216     27     - 32    -   1048576      1e-5          -    -      - 1024   -
 Lfm2ForCausalLM            65536   2560 12288     32    32  8    -    128000         -        1e6 true      -    -   -

@@ -16,6 +16,11 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3_5ForCausalLM": {"head_dim": 256, "linear_num_value_heads": 16, "linear_conv_kernel_dim": 3},
     "Qwen3_5MoeForCausalLM": {"head_dim": 256, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "Qwen3NextForCausalLM": {"head_dim": 256, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "LaraMiniForCausalLM": {
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"] * 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "OlmoHybridForCausalLM": {"linear_num_value_heads": 32},
     "KimiLinearForCausalLM": {
         "linear_attn_config": {
