@@ -15,7 +15,7 @@ from scheduler_svc.core.beam_search import Candidates, Continuation, NoCandidate
 from scheduler_svc.core.paging.batch import Array
 from scheduler_svc.core.paging.scheduler import end_sequences
 from scheduler_svc.core.policy import GroupQueue
-from scheduler_svc.core.request import ClientId
+from scheduler_svc.core.request import ClientId, Request
 from scheduler_svc.core.running_batch import Batch, RowTable
 from scheduler_svc.core.sequence import BeamGroup, FinishReason, Sequence, SequenceGroup
 from scheduler_svc.core.step import (
@@ -175,7 +175,7 @@ class Results:
             draws &= ~np.isin(step.rows, [*result.failures])
         due = self._append(step, draws.nonzero()[0], result) if draws.any() else []
         self._seal(step, current, result)
-        self._seal_chunks(step, result)
+        incomplete = self._seal_chunks(step, result)
         if checkpoints:
             not_finite = step.chunk_rows[~table.seals_chunks[step.chunk_rows]].tolist()
             self._batch.end_checkpoints(checkpoints, failed={*not_finite, *result.failures})
@@ -183,6 +183,10 @@ class Results:
             self._on_milestones(due, result.vectors)
         for sample in (current & ~draws).nonzero()[0].tolist():
             self._apply_other(int(step.rows[sample]), result)
+        for request in incomplete:
+            if request.key in self._running:
+                message = "the log probabilities of the prompt are not finite"
+                self._fail(RequestFailure(request.key, "NON_FINITE_LOGITS", message))
 
     def _append(self, step: StepInFlight, samples: Array, result: StepResult) -> list[Sequence]:
         """Appends the drawn tokens to their sequences, up to the token that ends each. The events are made of whole
@@ -294,23 +298,31 @@ class Results:
             elif batch.rows.seals_chunks[row] or not batch.blocks.blank:
                 batch.seal(row, int(num_full[index]))
 
-    def _seal_chunks(self, step: StepInFlight, result: StepResult) -> None:
+    def _seal_chunks(self, step: StepInFlight, result: StepResult) -> list[Request]:
         """Seals blocks of chunks of prefills before the last chunk. After a chunk that is not finite, the row seals
-        nothing more until it samples: its logits then show whether its context is finite."""
-        batch, rows = self._batch, step.chunk_rows
+        nothing more until it samples: its logits then show whether its context is finite. Returns the requests whose
+        prompts have no log probabilities in such a chunk; with windows, their tokens may be finite."""
+        batch, rows, incomplete = self._batch, step.chunk_rows, list[Request]()
         if not len(rows):
-            return
+            return incomplete
         current = batch.rows.incarnation[rows] == step.chunk_incarnations
         if result.non_finite_chunks:
             invalid = rows[current & np.isin(rows, list(result.non_finite_chunks))]
             batch.rows.seals_chunks[invalid] = False
+            ends = dict(zip(rows.tolist(), step.chunk_num_computed.tolist(), strict=True))
             for row in invalid.tolist():
-                batch.sequence(row).is_finite = False
+                sequence = batch.sequence(row)
+                sequence.is_finite = False
                 batch.underway.stop(row)
+                sampling = sequence.request.sampling
+                asks = sampling.prompt_logprobs is not None and not sequence.num_output_tokens
+                if asks and ends[row] >= sampling.prompt_logprobs_start:
+                    incomplete.append(sequence.request)
         num_full = step.chunk_num_computed // batch.blocks.block_size
         due = current & batch.rows.seals_chunks[rows] & (num_full > batch.rows.num_sealed[rows])
         for row, count in zip(rows[due].tolist(), num_full[due].tolist(), strict=True):
             batch.seal(row, count)
+        return incomplete
 
     def _on_milestones(self, sequences: SequenceOf[Sequence], vectors: Mapping[int, bytes]) -> None:
         """Handles newest tokens that may be the last of their sequence, or its first from this scheduler. `vectors` are
