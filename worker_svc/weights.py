@@ -283,16 +283,17 @@ class Checkpoint:
 
     def with_names(self, renamed: Mapping[str, str]) -> "Checkpoint":
         """The same with other beginnings of names, or with other parts, which begin with a dot: each one in `renamed`
-        that fits, in turn. Tensors that come to have one name are joined, in the order of `renamed`."""
+        that fits, in turn. Tensors that come to have one name are joined, in the order of the first that fits."""
         if not renamed:
             return self
         parts: dict[str, dict[int, StoredTensor]] = {}
         for name, tensor in self._tensors.items():
-            new_name, place = name, -1
+            new_name, found = name, list[int]()
             for index, (old, new) in enumerate(renamed.items()):
                 if old in new_name if old.startswith(".") else new_name.startswith(old):
-                    new_name, place = new_name.replace(old, new, 1), index
-            parts.setdefault(new_name, {})[place] = tensor
+                    new_name = new_name.replace(old, new, 1)
+                    found.append(index)
+            parts.setdefault(new_name, {})[found[0] if found else -1] = tensor
         joined = {name: [each[place] for place in sorted(each)] for name, each in parts.items()}
         return self.with_tensors(
             {name: each[0] if len(each) == 1 else _JoinedTensor(tuple(each)) for name, each in joined.items()}

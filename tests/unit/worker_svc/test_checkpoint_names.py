@@ -24,11 +24,11 @@ def test_beginnings_and_parts_of_names_are_replaced_and_tensors_of_one_name_are_
     )
     assert renamed.tensors.keys() == {
         "model.norm.weight",
-        "backbone.layers.0.mixer.conv.weight",
+        "model.layers.0.mixer.conv.weight",
         "model.layers.1.mixer.conv.weight",
         "model.layers.1.backbone.weight",
     }
-    spec = TensorSpec("backbone.layers.0.mixer.conv.weight", (4, 2))
+    spec = TensorSpec("model.layers.0.mixer.conv.weight", (4, 2))
     renamed.check([spec])
     assert renamed.read(spec)[:, 0].tolist() == [1, 2, 2, 2]
     assert renamed.num_bytes(spec) == 32
