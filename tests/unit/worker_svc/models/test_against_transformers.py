@@ -331,6 +331,21 @@ def test_half_precision_is_as_close_as_transformers_own(name: str, dtype: torch.
     assert (ours - exact).abs().mean() < 1.5 * theirs
 
 
+def test_names_of_fields_in_files_that_older_code_wrote_mean_the_same() -> None:
+    read = DECODERS["ExaoneForCausalLM"].read_config
+    older = read({"num_layers": 5, "layer_norm_epsilon": 1e-4, "activation_function": "gelu"})
+    newer = read({"num_hidden_layers": 5, "rms_norm_eps": 1e-4, "hidden_act": "gelu"})
+    for config in (older, newer):
+        assert (config.num_layers, config.norm_eps, config.activation) == (5, 1e-4, "gelu")
+    read = DECODERS["SarvamMoEForCausalLM"].read_config
+    older = read({"num_experts": 16, "num_shared_experts": 2, "use_qkv_bias": True})
+    newer = read({"n_routed_experts": 16, "n_shared_experts": 2, "attention_bias": True})
+    for config in (older, newer):
+        assert config.qkv_bias
+        assert config.experts is not None
+        assert (config.experts.count, config.experts.shared_inner_size) == (16, 2 * 1024)
+
+
 def test_what_config_json_does_not_say_without_attention_is_what_transformers_assumes() -> None:
     names = {
         "vocab_size": "vocab_size",
