@@ -300,8 +300,8 @@ class Results:
 
     def _seal_chunks(self, step: StepInFlight, result: StepResult) -> list[Request]:
         """Seals blocks of chunks of prefills before the last chunk. After a chunk that is not finite, the row seals
-        nothing more until it samples: its logits then show whether its context is finite. Returns the requests whose
-        prompts have no log probabilities in such a chunk; with windows, their tokens may be finite."""
+        nothing more until it samples: its logits then show whether its context is finite. Returns the requests
+        whose prompts lack log probabilities because of such a chunk: with windows, their tokens may be finite."""
         batch, rows, incomplete = self._batch, step.chunk_rows, list[Request]()
         if not len(rows):
             return incomplete

@@ -107,11 +107,7 @@ def test_samples_of_one_request_share_their_prompt_in_all_groups(num_sequences: 
     assert driver.usage[1].preemptions == 1
 
 
-@pytest.mark.parametrize(("start", "fails"), [(None, False), (1, True), (64, True), (65, False)])
-def test_a_finite_token_does_not_complete_a_prompt_that_lacks_log_probabilities(start: int | None, fails: bool):
-    config = make_config(full_groups=0, windowed_groups=1, window=4, max_num_batched_tokens=16)
-    driver = Driver(config, max_in_flight=1)
-    driver.submit(make_request(1, prompt_len=90, max_tokens=2, prompt_logprobs_start=start))
+def run_with_fourth_chunk_not_finite(driver: Driver) -> None:
     for chunk in range(4):
         driver.plan()
         result = driver.results[0]
@@ -119,6 +115,14 @@ def test_a_finite_token_does_not_complete_a_prompt_that_lacks_log_probabilities(
             driver.results[0] = replace(result, non_finite_chunks=frozenset({0}))
         driver.deliver()
     driver.run_until_idle()
+
+
+@pytest.mark.parametrize(("start", "fails"), [(None, False), (1, True), (64, True), (65, False)])
+def test_a_finite_token_does_not_complete_a_prompt_that_lacks_log_probabilities(start: int | None, fails: bool):
+    config = make_config(full_groups=0, windowed_groups=1, window=4, max_num_batched_tokens=16)
+    driver = Driver(config, max_in_flight=1)
+    driver.submit(make_request(1, prompt_len=90, max_tokens=2, prompt_logprobs_start=start))
+    run_with_fourth_chunk_not_finite(driver)
     assert (driver.failed, driver.finished) == (({1}, set()) if fails else (set(), {1}))
 
 
@@ -127,12 +131,6 @@ def test_a_finite_token_does_not_seal_blocks_of_a_chunk_that_was_not_finite():
     config = make_config(full_groups=0, windowed_groups=1, window=4, max_num_batched_tokens=16)
     driver, prompt = Driver(config, max_in_flight=1), list(make_request(1, prompt_len=70).prompt)
     driver.submit(make_request(1, prompt=prompt, max_tokens=2))
-    for chunk in range(4):
-        driver.plan()
-        result = driver.results[0]
-        if chunk == 3 and result is not None:
-            driver.results[0] = replace(result, non_finite_chunks=frozenset({0}))
-        driver.deliver()
-    driver.run_until_idle()
+    run_with_fourth_chunk_not_finite(driver)
     names, pool = PrefixHashes(root_hash(""), 4).first(17, prompt), driver.scheduler.batch.blocks.pool
     assert [index for index, name in enumerate(names) if pool.hits([name])] == [*range(12)]
