@@ -474,6 +474,8 @@ class StreamedResponse(WatchedResponse):
         self._parts: PartWriter | None = None
         self._has_started = False
         self._has_ids = False
+        # Asked for once: finding the loop takes longer than the rest of `write_now`.
+        self._now = asyncio.get_running_loop().time
         self._written_at = 0.0
         # Held during each write.
         self._lock = asyncio.Lock()
@@ -491,7 +493,7 @@ class StreamedResponse(WatchedResponse):
     def write_now(self, data: bytes) -> None:
         """Writes the next events, which `make` does not yield."""
         assert self._parts is not None
-        self._written_at = asyncio.get_running_loop().time()
+        self._written_at = self._now()
         self._parts.write_part(data)
 
     def use(self, dialect: Dialect) -> None:
@@ -516,7 +518,7 @@ class StreamedResponse(WatchedResponse):
             times_submitted = times_submitted + 1 if self._is_submitted() else 0
         await self._write(send, b"")
         while self._keep_alive_s:
-            silent_s = asyncio.get_running_loop().time() - self._written_at
+            silent_s = self._now() - self._written_at
             if silent_s >= self._keep_alive_s:
                 await self._write(send, self._comment)
             else:
@@ -532,7 +534,7 @@ class StreamedResponse(WatchedResponse):
             if not self._has_started:
                 await _start(send, 200, _EVENT_STREAM | dict(self._more_headers))
                 self._has_started = True
-            self._written_at = asyncio.get_running_loop().time()
+            self._written_at = self._now()
             if not is_last and 0 < len(data) <= _PIECE_BYTES and self._parts is not None and self._parts.takes_parts:
                 self._parts.write_part(data)
             elif data or is_last:
