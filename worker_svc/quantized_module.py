@@ -152,6 +152,11 @@ class Module:
     def has(self, kind: str) -> bool:
         return f"{self.name}.{kind}" in self._tensors
 
+    def shape_of(self, kind: str) -> tuple[int, ...] | None:
+        """The shape of one of its tensors; None if it is missing."""
+        stored = self._tensors.get(f"{self.name}.{kind}")
+        return None if stored is None else stored.shape
+
     def tensor(self, kind: str, dtypes: Collection[str], *shapes: tuple[int | None, ...]) -> StoredTensor:
         """One of its tensors, of one of these dtypes and shapes, where None is any size but 0.
 
