@@ -143,11 +143,19 @@ class Module:
         """Names of the tensors that were asked for."""
 
     def is_meant(self, pattern: str) -> bool:
-        """Whether a name in the configuration names this module, by either of its names."""
-        return any(_is_meant(pattern, name) for name in (self.name, self.name_in_file))
+        """Whether a name in the configuration names this module, by either of its names. In compressed-tensors a name
+        does not name the modules within it."""
+        is_whole = self.config.get("quant_method") == "compressed-tensors" and not pattern.startswith("re:")
+        names = (self.name, self.name_in_file)
+        return pattern in names if is_whole else any(_is_meant(pattern, name) for name in names)
 
     def has(self, kind: str) -> bool:
         return f"{self.name}.{kind}" in self._tensors
+
+    def shape_of(self, kind: str) -> tuple[int, ...] | None:
+        """The shape of one of its tensors; None if it is missing."""
+        stored = self._tensors.get(f"{self.name}.{kind}")
+        return None if stored is None else stored.shape
 
     def tensor(self, kind: str, dtypes: Collection[str], *shapes: tuple[int | None, ...]) -> StoredTensor:
         """One of its tensors, of one of these dtypes and shapes, where None is any size but 0.

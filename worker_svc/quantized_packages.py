@@ -58,6 +58,11 @@ def _four_bits(module: Module) -> QuantizedWeight:
     if weight.num_bytes != -(-count // 2):
         raise module.error(f"has a weight of {weight.num_bytes} bytes; expected {-(-count // 2)} for shape {shape}")
     numbers = module.tensor("weight.quant_map", ("F32",), (16,))
+    if module.shape_of("weight.absmax") == (shape[1] // block, shape[0]):
+        raise module.error(
+            "has scales in the order of a CPU: bitsandbytes saved the model after it had run there, and then reads "
+            "its scales wrongly, too; save it before it runs, or with bnb_4bit_use_double_quant"
+        )
     absmax = module.tensor("weight.absmax", ("F32", "U8"), (num_blocks,))
     nested: tuple[StoredTensor, StoredTensor] | None = None
     nested_block, offset = 0, 0.0

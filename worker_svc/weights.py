@@ -5,6 +5,7 @@ once and with one clear line.
 """
 
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,9 @@ _STACKS = (
     _Stack("experts.gate_up_proj", ""),
     _Stack("experts.down_proj", ""),
 )
+
+_PART_OF_EXPERT = re.compile(r"(\.experts\.\d+\.)(w[123])\.")
+_OTHER_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +360,17 @@ class Checkpoint:
         return self._find(spec.name).coded()
 
     def _stored(self, name: str) -> StoredTensor | None:
-        return self._tensors.get(name) or self._tensors.get(name.removeprefix(self._base_prefix))
+        # llm-compressor gives the parts of experts one set of names in all families.
+        other = _PART_OF_EXPERT.sub(lambda found: f"{found[1]}{_OTHER_NAMES[found[2]]}.", name)
+        return next(
+            (
+                self._tensors[each]
+                for full in (name, other)
+                for each in (full, full.removeprefix(self._base_prefix))
+                if each in self._tensors
+            ),
+            None,
+        )
 
     def _find(self, name: str) -> StoredTensor:
         stored = self._stored(name)

@@ -242,6 +242,7 @@ def test_the_log_says_what_memory_expanded_weights_take_and_more_than_there_is_i
         ("bitsandbytes-nf4", STATE, torch.zeros(3, dtype=torch.uint8), "has a quant_state that is no JSON object"),
         ("bitsandbytes-nf4", STATE, as_bytes("{}"), "has shape None; expected 2 numbers"),
         ("bitsandbytes-nf4", "weight.absmax", torch.ones(5), "weight.absmax has shape [5]; expected [2048]"),
+        ("bitsandbytes-nf4", "weight.absmax", torch.ones(8, 256).bfloat16(), "has scales in the order of a CPU"),
         ("bitsandbytes-nf4", "weight", torch.ones(8, 1, dtype=torch.uint8), "has a weight of 8 bytes; expected 65536"),
         (
             "bitsandbytes-nf4-nested",

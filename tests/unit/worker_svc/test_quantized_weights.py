@@ -194,6 +194,16 @@ def test_weights_know_whether_products_may_round_their_inputs(tmp_path: Path, na
         assert [each.rounds_inputs for each in (coded, part, CodedWeight.joined([part, part]))] == [rounds] * 3
 
 
+def test_ignored_modules_of_compressed_tensors_are_not_the_modules_within_them(tmp_path: Path) -> None:
+    expected = make(tmp_path, "pack-4-group")
+    ignored = {"ignore": ["model.layers.0.mlp", "proj"]}
+    edit_config(tmp_path, quantization_config=FORMATS["pack-4-group"][1] | ignored)
+    checkpoint = open_checkpoint(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    read = checkpoint.read(TensorSpec(name, tuple(expected[name].shape)))
+    assert torch.equal(read.bfloat16(), expected[name].bfloat16())
+
+
 def test_a_model_through_transformers_has_the_dequantized_weights(tmp_path: Path) -> None:
     expected = make(tmp_path / "quantized", "gptq")
     make_model(tmp_path / "plain", LLAMA)
@@ -358,6 +368,11 @@ def test_files_that_contradict_the_configuration_are_refused(
         ("pack-4-group", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not read"),
         ("pack-4-group", {"transform_config": {"config_groups": {"R1": {}}}}, "rotated weights are not read"),
         ("pack-4-group", {"ignore": ["re:.*self_attn.*"]}, "is quantized, but quantization_config says that"),
+        (
+            "pack-4-group",
+            {"ignore": ["model.layers.0.mlp.up_proj"]},
+            "mlp.up_proj is quantized, but ",
+        ),
         ("pack-4-group", {"ignore": "lm_head"}, "ignore is 'lm_head'; expected a list of names"),
         ("pack-4-group", {"ignore": ["re:("]}, "ignore is '('; this is no regular expression"),
         ("fp8-block", {"weight_block_size": [128]}, "weight_block_size is [128]; expected the outputs and the inputs"),
