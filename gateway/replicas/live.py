@@ -125,8 +125,8 @@ class LiveRequest:
         submissions: The number of submissions to schedulers, without schedulers that rejected it because they drain.
         is_prepared: Whether it may be submitted; not before all requests of its call are valid.
         moves: How often it left a scheduler that had no worker, since its last token.
-        is_heir: Whether it continues an earlier entry of this gateway and has no new event yet: meanwhile another
-            gateway may have taken the request over from that entry.
+        is_heir: Whether it continues an earlier entry of this gateway, still has its client, and has no new event yet:
+            meanwhile another gateway may have taken the request over from that entry.
         kv_source: The source of KV blocks for the next scheduler; None if there is none.
         model: The model of the scheduler that generated its tokens, or that has it; unknown before.
         prompt_logprobs: The requested log probabilities of prompt tokens that have arrived.

@@ -244,6 +244,8 @@ class DurableReads:
         # A request that is not prepared was refused or cancelled before it ran.
         if not live.is_prepared or not live.is_resumable or not self._make_room(_num_tokens(live)):
             return False
+        # A call of another gateway that takes the request over from now on is newer than the call that has ended.
+        live.is_heir = False
         # The request continues although the context of its earlier use ends.
         read.use = read.account.replace(read.use, _generated(live, read.base))
         read.timer = asyncio.get_running_loop().call_later(grace_s, self._expire, read)

@@ -103,6 +103,17 @@ async def test_what_was_left_is_read_on_with_its_place_and_its_charge(reads, acc
     reads.close()
 
 
+async def test_a_call_whose_client_has_left_does_not_take_its_request_back_from_another_gateway(reads, account, ledger):
+    """The client went on to the other gateway before this call had any new event."""
+    live = make_live(ledger, 20)
+    live.is_heir = True
+    with account.admitted(0) as use, reads.read(account, use, live):
+        assert live.is_heir
+    assert reads.reads_without_client(live)
+    assert not live.is_heir
+    reads.close()
+
+
 async def test_a_copy_of_what_another_call_has_taken_counts_no_more(reads, ledger, monkeypatch):
     has_copied, goes_on = asyncio.Event(), asyncio.Event()
 
