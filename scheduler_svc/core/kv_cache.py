@@ -129,7 +129,7 @@ class BlockManager(BlockTables[Sequence]):
             table = shared if self.blank else self.more_cached(sequence, shared)
             sequence.block_table = self.extended(table, sequence)
             starts.append((len(table) // self.num_groups * self.block_size, len(table) // self.num_groups))
-            _note_full(sequence, sequence.block_table, self.num_groups, before)
+            _add_full_blocks(sequence, sequence.block_table, self.num_groups, before)
         return starts
 
     def free(self, *sequences: Sequence) -> None:
@@ -235,8 +235,8 @@ class BlockManager(BlockTables[Sequence]):
         return shared[: num_blocks * size]
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
-        the cache that `versions` names."""
+        """Free blocks that `allocate_slots` takes, including cached ones. Depends only on the sequences and on the part
+        of the cache that `versions` names."""
         if (leader := _leader(self, sequences)) is not None:
             start, end = self.cached_start(leader), num_shared(leader.request, self.config) * self.num_groups
             num_new = self.num_new(len(start.blocks), leader)
@@ -255,7 +255,7 @@ class BlockManager(BlockTables[Sequence]):
             hits.update(block for block in shared if block is not None)
             num_new = self.num_new(len(shared), sequence)
             needed += num_new
-            _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
+            _add_full_blocks(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
@@ -393,7 +393,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.extend(start, start.checkpoint, checkpoint, self._num_versions)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
+        """The state of the cache that `blocks_to_allocate` and `blocks_to_swap_in` depend on."""
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
@@ -517,7 +517,7 @@ def _find(
     return hashes[:end]
 
 
-def _note_full(
+def _add_full_blocks(
     sequence: Sequence,
     table: SequenceOf[BlockId | None],
     num_groups: int,

@@ -29,12 +29,16 @@ from scheduler_svc.core.step import StepInFlight
 class State:
     """All requests of one replica, and the memory of its worker.
 
-    Steps and preemptions are counted since the start, `num_attached_steps` since the worker was attached;
-    `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
-    last step admitted no further group, None if no group was left. `reservations` has the blocks and rows that are kept
-    for others than running requests, and `promised` the offers that got room in the last planned step. Requests that
-    never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts the prompt tokens of all
-    requests that ran, `num_cached_tokens` the cached part of them.
+    Attributes:
+        num_steps, num_preemptions: Since the start.
+        num_swap_outs: Preemptions that moved blocks to host memory, since the start.
+        num_attached_steps: Steps since the worker was attached.
+        num_prompt_tokens: Prompt tokens of all requests that ran.
+        num_cached_tokens: The part of `num_prompt_tokens` that the prefix cache had.
+        stopped: Why the last step admitted no further group; None if no group was left.
+        reservations: Blocks and rows that are kept for others than running requests.
+        promised: The offers that got room in the last planned step.
+        new_wait_until: Requests that never ran wait at least until this time, in seconds; None if they need not.
     """
 
     def __init__(self, config: SchedulerConfig, make_blocks: Callable[[SchedulerConfig], BlockManager]) -> None:
