@@ -31,7 +31,7 @@ class DraftCounts:
 
 
 class DraftBudget:
-    """The drafts that rows may have in the next step. The worker guesses tokens and verifies the guesses that pay. They
+    """The drafts that rows may have in the next step. The worker drafts tokens and verifies the drafts that pay. They
     need blocks and a share of the step, so the scheduler limits them: a step of n decodes takes as long as f + n
     tokens, where f is the cost of reading the weights. Drafts that are right with a probability below n / (f + n) do
     not pay, and none are allowed if that bound is nearly 1.

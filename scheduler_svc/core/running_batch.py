@@ -262,7 +262,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             len(sequence.request.prompt),
             sequence.request.traceparent,
             None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
-            # Requests that share cached prefixes may share guesses; others could learn answers from response times.
+            # Requests that share cached prefixes may share drafts; others could learn answers from response times.
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
             tuple(sequence.state_blocks),
         )
