@@ -3,7 +3,7 @@
 - `steps`: what a worker does in each step so that no text depends on the batch, against the same worker without it.
 - `products`: all products of a step, against oneDNN's, which sums in an order that depends on the shape. Quire has no
   products without the promise: so this is no cost, but says whether a library that promises nothing is faster.
-- `drafts`: a pass that verifies guesses as rows of one token each, against a pass that computes them as a chunk.
+- `drafts`: a pass that verifies drafts as rows of one token each, against a pass that computes them as a chunk.
 - `seals`: the inventory of blocks whose content is final, against a scheduler and a worker that keep none.
 - `pool`: a KV pool in a file that outlives its worker, against private memory: two workers.
 - `moves`: what steps do so that requests can move between replicas, against the same without it. Nothing moves.
@@ -184,7 +184,7 @@ def _engine(model: Path, most: int, pool_file: Path | None) -> InProcessEngine:
 
 
 def _drafts(_: str, shape: str, model: Path, arguments: argparse.Namespace) -> Found:
-    """All layers of a pass with up to 7 guesses for each stream and 256 tokens in all."""
+    """All layers of a pass with up to 7 drafts for each stream and 256 tokens in all."""
     loaded = load_model(model, device=torch.device("cpu"), dtype=torch.bfloat16)
     assert isinstance(loaded, NativeCausalLM)
     clock = _CLOCKS[arguments.clock]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,47 +9,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from quire.model_files.model_source import resolve_model
+from bench.models import SHAPES, copy_tokenizer
 from worker_svc.models.decoder import Decoder
 from worker_svc.models.registry import DECODERS
 from worker_svc.weights import Loadable, MadeTensors, Placement, TensorSpec
 
 DTYPE = torch.bfloat16
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama-8b": {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "llama-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-}
-_COMMON: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "dtype": "bfloat16",
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def config_of(shape: str) -> dict[str, Any]:
-    """config.json of a shape in SHAPES."""
-    return _COMMON | SHAPES[shape]
+    """config.json of a LLaMA in `bench.models.SHAPES`."""
+    own = {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
+    return own | SHAPES[shape]
 
 
 def make_model(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype = DTYPE) -> Decoder:
@@ -67,7 +37,7 @@ def step_bytes(model: Decoder) -> int:
     return sum(math.prod(spec.shape) for spec in specs if "embed_tokens" not in spec.name) * DTYPE.itemsize
 
 
-def write_model(config: Mapping[str, Any], directory: Path, device: torch.device) -> None:
+def write_made_model(config: Mapping[str, Any], directory: Path, device: torch.device) -> None:
     """Writes such a model, with quire-tiny's tokenizer, as transformers does; random numbers are drawn on `device`."""
     model = DECODERS["LlamaForCausalLM"].from_config(config, Placement(device, DTYPE))
     specs = [spec for layer in _layers(model) for spec in layer.tensors()]
@@ -78,8 +48,7 @@ def write_model(config: Mapping[str, Any], directory: Path, device: torch.device
         metadata={"format": "pt"},
     )
     (directory / "config.json").write_text(json.dumps(dict(config)))
-    for name in _TOKENIZER_FILES:
-        shutil.copy(resolve_model(None) / name, directory / name)
+    copy_tokenizer(directory)
 
 
 def _layers(model: Decoder) -> list[Loadable]:

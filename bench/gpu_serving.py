@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bench.gpu_figures import Figure
-from bench.gpu_model import config_of, write_model
+from bench.gpu_model import config_of, write_made_model
 from bench.serving import send_at_once
 from bench.step_trace import busy_share
 from quire.load import LoadRequest, Report
@@ -34,7 +34,7 @@ def serving_figures(shape: str) -> Iterator[Figure]:
     all failures at the end, as one ExceptionGroup."""
     with tempfile.TemporaryDirectory(prefix="quire-bench-") as folder:
         directory = Path(folder)
-        write_model(config_of(shape), directory, torch.device("cuda"))
+        write_made_model(config_of(shape), directory, torch.device("cuda"))
         torch.cuda.empty_cache()
         work = make_requests(seed=1)
         title = f"{shape}, {NUM_REQUESTS} of {OUTPUT_TOKENS} tokens"

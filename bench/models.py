@@ -22,7 +22,20 @@ _TINY = {
     "initializer_range": 0.2,
     "max_position_embeddings": 40960,
 }
+_LLAMA_3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+}
 SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": _LLAMA_3 | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
+    "llama-1b": _LLAMA_3 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     "llama-160m": {
         "model_type": "llama",
         "vocab_size": 32000,
@@ -148,8 +161,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
     },
 }
-"""Fields of config.json. Qwen3 30B has 48 layers of 128 experts, and GPT-OSS 20B 24 layers of 32; all else is as
-published, except in tiny ones."""
+"""Fields of config.json. Qwen3 30B has 48 layers of 128 experts, GPT-OSS 20B 24 layers of 32, and LLaMA 3.2 1B ties its
+head to the embedding; all else is as published, except in tiny ones."""
 _SPECIAL_TOKENS = ("<pad>", "<s>", "</s>")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -163,8 +176,13 @@ def write_model(shape: str, directory: Path, *, whole_vocabulary: bool = False) 
     if whole_vocabulary:
         _make_tokenizer(config.vocab_size).save_pretrained(directory)
     else:
-        for name in _TOKENIZER_FILES:
-            shutil.copy(resolve_model(None) / name, directory / name)
+        copy_tokenizer(directory)
+
+
+def copy_tokenizer(directory: Path) -> None:
+    """Copies quire-tiny's tokenizer into the directory of a model."""
+    for name in _TOKENIZER_FILES:
+        shutil.copy(resolve_model(None) / name, directory / name)
 
 
 def _make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -23,8 +23,8 @@ groups would enter and leave with every block that becomes free. ADR 0012 has th
 
 
 LEAST_CHUNK_WITH_STATE = 3
-"""Tokens with which a prompt goes on in any case if layers keep states: neither these nor the tokens that are left may
-be one."""
+"""Minimum tokens of a prompt's share of a step if layers keep states: a chunk of three tokens can be shortened so that
+neither it nor the rest of the prompt is a single token (`Batch._chunk_with_state`)."""
 
 _NUM_LOOKED_AT = 4
 """Waiting groups that may limit a longer prompt to its share."""

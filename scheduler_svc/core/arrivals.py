@@ -223,8 +223,8 @@ class Arrivals:
         return list(sealed.items())
 
     def take_preparations(self) -> list[Preparation]:
-        """The constraints that the workers are to compile now, and the adapters that they are to load. The caller must
-        send all of them."""
+        """The constraints that the workers are to compile now, the adapters that they are to load, and the blocks that
+        they are to fetch. The caller must send all of them."""
         return list(self._state.preparations.take(is_idle=not self._state.in_flight))
 
     def prepared(
@@ -343,7 +343,7 @@ class Arrivals:
                 sequence.lose_blocks()
         for queue in (state.running, state.swapped):
             for group in queue.take_all():
-                group.timeline.note(Milestone.WORKER_LOST, now)
+                group.timeline.record(Milestone.WORKER_LOST, now)
                 for sequence in group.unfinished:
                     sequence.lose_blocks()
                 group.restart()

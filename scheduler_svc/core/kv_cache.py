@@ -1,9 +1,8 @@
-"""Block tables, the prefix cache, swapping, and blocks that are being computed (the paper's sections 4.2 to 4.5).
+"""Block tables, the prefix cache and swapping (the paper's sections 4.2 to 4.5).
 
 This is bookkeeping only; workers move tensors before they run the step whose plan names the pairs.
 """
 
-import heapq
 import itertools
 import sys
 from collections import Counter, deque
@@ -18,7 +17,7 @@ from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.block_tables import BlockTables
 from scheduler_svc.core.prefix_index import BlockNames, CachedStart, HostMemory, PrefixIndex
-from scheduler_svc.core.request import RequestKey, max_blocks_apart, num_shared
+from scheduler_svc.core.request import max_blocks_apart, num_shared
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.states import Checkpoint, States
 from scheduler_svc.core.windows import Windows
@@ -130,7 +129,7 @@ class BlockManager(BlockTables[Sequence]):
             table = shared if self.blank else self.more_cached(sequence, shared)
             sequence.block_table = self.extended(table, sequence)
             starts.append((len(table) // self.num_groups * self.block_size, len(table) // self.num_groups))
-            _note_full(sequence, sequence.block_table, self.num_groups, before)
+            _add_full_blocks(sequence, sequence.block_table, self.num_groups, before)
         return starts
 
     def free(self, *sequences: Sequence) -> None:
@@ -236,8 +235,8 @@ class BlockManager(BlockTables[Sequence]):
         return shared[: num_blocks * size]
 
     def blocks_to_allocate(self, sequences: SequenceOf[Sequence]) -> int:
-        """Free blocks that `allocate` takes, including cached ones. Depends only on the sequences and on the part of
-        the cache that `versions` names."""
+        """Free blocks that `allocate_slots` takes, including cached ones. Depends only on the sequences and on the part
+        of the cache that `versions` names."""
         if (leader := _leader(self, sequences)) is not None:
             start, end = self.cached_start(leader), num_shared(leader.request, self.config) * self.num_groups
             num_new = self.num_new(len(start.blocks), leader)
@@ -256,7 +255,7 @@ class BlockManager(BlockTables[Sequence]):
             hits.update(block for block in shared if block is not None)
             num_new = self.num_new(len(shared), sequence)
             needed += num_new
-            _note_full(sequence, [*shared, *[None] * num_new], self.num_groups, before)
+            _add_full_blocks(sequence, [*shared, *[None] * num_new], self.num_groups, before)
         return needed + self.pool.num_free_of([*hits])
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:
@@ -394,7 +393,7 @@ class BlockManager(BlockTables[Sequence]):
             self.pool.extend(start, start.checkpoint, checkpoint, self._num_versions)
 
     def versions(self, sequences: SequenceOf[Sequence]) -> list[int]:
-        """The state of the cache that `blocks_to_allocate`, and `blocks_needed` of a swap in, depend on."""
+        """The state of the cache that `blocks_to_allocate` and `blocks_to_swap_in` depend on."""
         return [self.cached_start(sequence).version for sequence in sequences]
 
     def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
@@ -518,7 +517,7 @@ def _find(
     return hashes[:end]
 
 
-def _note_full(
+def _add_full_blocks(
     sequence: Sequence,
     table: SequenceOf[BlockId | None],
     num_groups: int,
@@ -601,122 +600,3 @@ class VictimTables:
                     self._num_freed[block] += 1
                     freed += self._num_freed[block] == count and block not in self._taken
         return freed
-
-
-_MIN_TOKENS, _MIN_SHARE = 256, 1 / 8
-"""Minimum tokens, or share of a step's token budget, in blocks that are worth waiting for. Fewer tokens are computed
-sooner than the results of the steps in flight come back. ADR 0022 has the savings."""
-
-_STEPS_AHEAD = 2
-"""Number of full steps after the last sealed block for which a long prompt's blocks are underway. Each block costs a
-hash, and hashes are computed along with the prompt, not all at once."""
-
-
-class BlocksUnderway:
-    """Full blocks that rows are computing now, and the requests that wait for them instead of computing them too.
-
-    A block is underway from the moment that a row enters the batch to compute it until it is sealed or the row is
-    released. A request whose next blocks are underway is held back (see `admission`) until the row sealed the last one
-    that both share; then it takes them from the prefix cache. It never waits for a block that cannot come: a row that
-    is released for any reason releases all requests that wait for it, and so does a row that computed a value that is
-    not finite.
-
-    Each block counts for the first row that began it.
-    """
-
-    def __init__(self, block_size: int, token_budget: int) -> None:
-        self.window = max(1, _STEPS_AHEAD * token_budget // block_size)
-        """The maximum number of a row's blocks, after its last sealed one, that are underway."""
-        self.min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
-        """Minimum number of blocks that are worth waiting for."""
-        self._row_of: dict[BlockHash, int] = {}
-        self._of_row: dict[int, dict[BlockHash, None]] = {}
-        # Heaps of the requests that wait for a row, with the number of its blocks that must be sealed first.
-        self._waiters: dict[int, list[tuple[int, RequestKey]]] = {}
-        self._released: list[RequestKey] = []
-        self._unnamed: dict[int, None] = {}
-
-    @property
-    def has_any(self) -> bool:
-        """Whether there is a row whose blocks others might wait for."""
-        return bool(self._row_of or self._unnamed)
-
-    def expect(self, row: int) -> None:
-        """The row computes blocks whose hashes are not needed until a request comes that might wait for them."""
-        self._unnamed[row] = None
-
-    def take_expected(self) -> list[int]:
-        """The expected rows, whose blocks are to `begin` now."""
-        rows, self._unnamed = list(self._unnamed), {}
-        return rows
-
-    def items(self) -> list[tuple[BlockHash, int]]:
-        """All blocks that are underway, and their rows."""
-        return list(self._row_of.items())
-
-    def awaited(self) -> list[tuple[int, int, RequestKey]]:
-        """Rows, the number of blocks of each that a request waits for, and the request, which may be gone by now."""
-        return [(row, num_blocks, key) for row, waiters in self._waiters.items() for num_blocks, key in waiters]
-
-    def is_known(self, key: RequestKey) -> bool:
-        """Whether the request waits for a row, or is released and not yet taken by `take_released`."""
-        waiting = (each for waiters in self._waiters.values() for _, each in waiters)
-        return key in self._released or key in waiting
-
-    def is_worth_it(self, num_blocks: int) -> bool:
-        """Whether other requests might wait for this number of blocks."""
-        return num_blocks >= self.min_run
-
-    def computes(self, row: int) -> bool:
-        """Whether the row has blocks underway."""
-        return row in self._of_row
-
-    def begin(self, row: int, hashes: SequenceOf[BlockHash]) -> None:
-        """The row will compute these blocks as well."""
-        own = {content: None for content in hashes if content not in self._row_of}
-        if own:
-            self._of_row.setdefault(row, {}).update(own)
-            self._row_of.update(dict.fromkeys(own, row))
-
-    def sealed(self, row: int, hashes: SequenceOf[BlockHash]) -> None:
-        """The row computed these blocks, and they can be hit."""
-        own = self._of_row.get(row, {})
-        for content in hashes:
-            if content in own:
-                del own[content], self._row_of[content]
-        if not own:
-            self._of_row.pop(row, None)
-
-    def release_waiters(self, row: int, num_sealed: int) -> None:
-        """Releases the requests that wait for no more than the first `num_sealed` blocks of the row."""
-        waiters = self._waiters.get(row)
-        if waiters is None:
-            return
-        while waiters and waiters[0][0] <= num_sealed:
-            self._released.append(heapq.heappop(waiters)[1])
-        if not waiters:
-            del self._waiters[row]
-
-    def stop(self, row: int) -> None:
-        """Ends all waiting for this row."""
-        self._unnamed.pop(row, None)
-        for content in self._of_row.pop(row, ()):
-            del self._row_of[content]
-        self._released += [key for _, key in self._waiters.pop(row, ())]
-
-    def row_of(self, hashes: SequenceOf[BlockHash]) -> tuple[int | None, int]:
-        """The row that computes the last of these blocks that is underway, and their number up to that one; None and 0
-        if none is. Such a row has the blocks before it, too."""
-        for count in range(len(hashes), 0, -1):
-            if (row := self._row_of.get(hashes[count - 1])) is not None:
-                return row, count
-        return None, 0
-
-    def hold(self, key: RequestKey, row: int, num_blocks: int) -> None:
-        """Makes the request wait until the row has sealed its first `num_blocks` blocks or stops."""
-        heapq.heappush(self._waiters.setdefault(row, []), (num_blocks, key))
-
-    def take_released(self) -> list[RequestKey]:
-        """The requests released since the last call."""
-        keys, self._released = self._released, []
-        return keys

@@ -106,7 +106,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         """Groups that passed their trial wait until all other suspects were tried."""
         state = self._state
         for group in state.trials.take_passed(state.running, state.queues.is_live):
-            group.timeline.note(Milestone.RECOMPUTED, now)
+            group.timeline.record(Milestone.RECOMPUTED, now)
             state.batch.requeue(group)
 
     def _may_plan(self) -> bool:
@@ -134,16 +134,16 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
         state.policy.charge(plan, prefills, rows.tenant)
         sampling, chunks = plan.samples[:, 0], plan.rows[rows.prefills[plan.rows]]
         step = StepInFlight(
-            plan.step_id,
-            sampling,
-            rows.incarnation[sampling],
-            plan.max_drafts,
-            chunks,
-            rows.incarnation[chunks],
-            rows.num_computed[chunks],
-            now,
-            has_chunks,
-            plan.swap_in[:, 1],
+            step_id=plan.step_id,
+            rows=sampling,
+            incarnations=rows.incarnation[sampling],
+            max_drafts=plan.max_drafts,
+            chunk_rows=chunks,
+            chunk_incarnations=rows.incarnation[chunks],
+            chunk_num_computed=rows.num_computed[chunks],
+            planned=now,
+            has_chunks=has_chunks,
+            from_host=plan.swap_in[:, 1],
         )
         state.in_flight.append(step)
         return plan
@@ -223,7 +223,7 @@ class Planner(scheduler.Planner[Sequence, SequenceGroup]):
 
     def preempt(self, group: SequenceGroup, now: float) -> None:
         is_swapped = self._state.batch.preempt(group)
-        group.timeline.note(Milestone.SWAPPED_OUT if is_swapped else Milestone.RECOMPUTED, now)
+        group.timeline.record(Milestone.SWAPPED_OUT if is_swapped else Milestone.RECOMPUTED, now)
         self._state.num_swap_outs += is_swapped
         self._state.num_preemptions += 1
 

@@ -101,7 +101,7 @@ class CachedStart:
         blocks: The blocks of all groups, in the order of the sequence's table.
         checkpoint: The blocks of the state after these.
         num_free: The number of `blocks` and of `checkpoint` that have no holder.
-        num_seals: `PrefixIndex.num_seals` when `blocks` were last found among `full`.
+        num_seals: `PrefixIndex.num_seals` when `blocks` were last found among `full`; None before.
     """
 
     pool: "PrefixIndex"
@@ -112,7 +112,7 @@ class CachedStart:
     checkpoint: list[BlockId] = field(default_factory=list[BlockId])
     num_free: int = 0
     num_found: int = 0
-    num_seals: int = -1
+    num_seals: int | None = None
 
     @property
     def all_blocks(self) -> list[BlockId]:
@@ -205,7 +205,7 @@ class PrefixIndex(BlockPool):
         assert content is not None
         del self._by_hash[content]
         if block in self._found:
-            self._note_changes((block,))
+            self._record_changes((block,))
         if self.log is not None:
             self.log.removed(content)
         if evict is not None:
@@ -220,7 +220,7 @@ class PrefixIndex(BlockPool):
             if count == 0:
                 del self._cached[block]
                 changed.append(block)
-        self._note_changes(changed)
+        self._record_changes(changed)
 
     def free(self, *tables: Sequence[BlockId]) -> None:
         self.num_releases += 1
@@ -231,7 +231,7 @@ class PrefixIndex(BlockPool):
         if cached := [block for block in blocks if hashes[block] is not None]:
             blocks = [block for block in blocks if hashes[block] is None]
             self._cached.update(dict.fromkeys(cached))
-            self._note_changes(cached)
+            self._record_changes(cached)
         super()._give_back(blocks)
 
     def hits(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
@@ -267,7 +267,7 @@ class PrefixIndex(BlockPool):
             start.num_changes = self.num_changes
         return True
 
-    def _note_changes(self, blocks: Iterable[BlockId]) -> None:
+    def _record_changes(self, blocks: Iterable[BlockId]) -> None:
         if not self._found:
             return
         changed = self._found.intersection(blocks)
@@ -291,7 +291,7 @@ class PrefixIndex(BlockPool):
             self._free.append(other)
             if self.log is not None:
                 self.log.removed(content)
-            self._note_changes((other,))
+            self._record_changes((other,))
         self._hashes[block] = content
         self._by_hash[content] = block
         self.num_seals += 1
@@ -335,7 +335,7 @@ class PrefixIndex(BlockPool):
             self._by_hash[name] = block
             self._hashes[block] = name
             self.num_seals += 1
-            self._note_changes((block,))
+            self._record_changes((block,))
 
 
 class HostMemory(HostBlocks):

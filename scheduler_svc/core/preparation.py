@@ -263,7 +263,7 @@ class Preparations:
             # Ignores an adapter that it loaded: the slot is another adapter's now, or empty.
             self.trials.prepared(late.need)
             if isinstance(late.need, Constraint):
-                self._note_compiled(late.need)
+                self._record_compiled(late.need)
                 return self._take_held(late.need)
             return []
         if number not in self._underway:
@@ -273,7 +273,7 @@ class Preparations:
         fails = failure is not None and not isinstance(need, MovedBlocks)
         keys = list(self._held.get(need, ()) if fails else self._take_held(need))
         if isinstance(need, Constraint):
-            self._note_compiled(need)
+            self._record_compiled(need)
         elif isinstance(need, Adapter) and slot is not None:
             self.adapters.loaded(slot, need if failure is None else None, keys)
         return keys
@@ -295,7 +295,7 @@ class Preparations:
         if rows:
             self._compiled.clear()
 
-    def _note_compiled(self, constraint: Constraint) -> None:
+    def _record_compiled(self, constraint: Constraint) -> None:
         """The workers have compiled it, and may have dropped the oldest one for it."""
         self._compiled.pop(constraint, None)
         self._compiled[constraint] = None

@@ -180,7 +180,7 @@ class Results:
             not_finite = step.chunk_rows[~table.seals_chunks[step.chunk_rows]].tolist()
             self._batch.end_checkpoints(checkpoints, failed={*not_finite, *result.failures})
         if due:
-            self._on_milestones(due, result.vectors)
+            self._handle_due(due, result.vectors)
         for sample in (current & ~draws).nonzero()[0].tolist():
             self._apply_other(int(step.rows[sample]), result)
         for request in incomplete:
@@ -190,7 +190,8 @@ class Results:
 
     def _append(self, step: StepInFlight, samples: Array, result: StepResult) -> list[Sequence]:
         """Appends the drawn tokens to their sequences, up to the token that ends each. The events are made of whole
-        arrays. Returns the sequences that reached a milestone."""
+        arrays. Returns the sequences whose newest token
+        is the first from this scheduler or may be the last."""
         table = self._batch.rows
         rows = step.rows[samples]
         known = table.num_known[rows]
@@ -213,10 +214,8 @@ class Results:
             for place in (counts > 1).nonzero()[0].tolist():
                 before = token_ids[lasts[place] + 1 - counts[place] : lasts[place]]
                 self._batch.sequence(int(rows[place])).token_ids += before.tolist()
-        is_milestone = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (
-            known >= table.max_len[rows]
-        )
-        return _append_tokens(table, rows, ends, is_milestone)
+        is_due = (known - counts == table.num_prompt[rows] + table.num_emitted[rows]) | (known >= table.max_len[rows])
+        return _append_tokens(table, rows, ends, is_due)
 
     def _num_kept(self, rows: Array, firsts: Array, counts: Array, token_ids: Array) -> Array:
         """The number of new tokens that each row keeps: up to the token that ends its sequence."""
@@ -257,7 +256,7 @@ class Results:
         distinct = sorted(set(clients.tolist()))
         for client in distinct:
             own = clients == client if len(distinct) > 1 else slice(None)
-            events = self._of(ClientId(client))
+            events = self._events_of(ClientId(client))
             if logprobs is not None:
                 places, columns = logprobs.of(tokens[own])
                 events.with_logprobs += (places + len(events.token_ids)).tolist()
@@ -324,7 +323,7 @@ class Results:
             batch.seal(row, count)
         return incomplete
 
-    def _on_milestones(self, sequences: SequenceOf[Sequence], vectors: Mapping[int, bytes]) -> None:
+    def _handle_due(self, sequences: SequenceOf[Sequence], vectors: Mapping[int, bytes]) -> None:
         """Handles newest tokens that may be the last of their sequence, or its first from this scheduler. `vectors` are
         keyed by row."""
         running, now = self._running, self._now
@@ -340,7 +339,7 @@ class Results:
                 if not sequence.request.selects:
                     vector = b"" if sequence.row is None else vectors.get(sequence.row, b"")
                     end = _sequence_end(sequence, sequence.index, vector)
-                    self._of(sequence.request.key.client).finished.append(end)
+                    self._events_of(sequence.request.key.client).finished.append(end)
         if ending:
             self._end_groups(end_sequences(self._batch, self._running, ending))
 
@@ -416,7 +415,7 @@ class Results:
         group = self._running.remove(failure.key)
         self._batch.end(group.unfinished)
         self.ended_groups.append(group)
-        self._of(failure.key.client).failed.append(failure)
+        self._events_of(failure.key.client).failed.append(failure)
 
     def _end_groups(self, groups: SequenceOf[SequenceGroup]) -> None:
         """Completes groups whose sequences have all given back their rows and blocks."""
@@ -433,21 +432,21 @@ class Results:
         elif group.request.selects:
             self._deliver_best(group)
         key = group.request.key
-        self._of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
+        self._events_of(key.client).completed.append(RequestEnd(key.handle, usage_of(group)))
 
     def _deliver_best(self, group: SequenceGroup) -> None:
         """Delivers the sequences with the highest mean log probability, best first."""
         best_first = sorted(group.sequences, key=lambda each: -each.cumulative_logprob / each.num_output_tokens)
         for index, sequence in enumerate(best_first[: group.request.num_returned]):
             self._deliver(group, index, sequence.output, sequence.held_back)
-            self._of(group.request.key.client).finished.append(_sequence_end(sequence, index))
+            self._events_of(group.request.key.client).finished.append(_sequence_end(sequence, index))
 
     def _deliver_hypotheses(self, group: SequenceGroup, beams: BeamGroup) -> None:
         """Delivers the hypotheses of the search, best first."""
         key = group.request.key
         for index, hypothesis in enumerate(beams.search.best()[: group.request.num_returned]):
             self._deliver(group, index, hypothesis.token_ids, beams.logprobs.get(hypothesis, LogprobLog()))
-            self._of(key.client).finished.append(
+            self._events_of(key.client).finished.append(
                 SequenceEnd(
                     handle=key.handle,
                     sequence_index=index,
@@ -461,7 +460,7 @@ class Results:
     def _deliver(self, group: SequenceGroup, index: int, output: SequenceOf[int], logprobs: LogprobLog) -> None:
         """Adds all tokens of a sequence; `logprobs` has one position for each token, or none at all."""
         key = group.request.key
-        events = self._of(key.client)
+        events = self._events_of(key.client)
         first = len(events.token_ids)
         events.with_logprobs += range(first, first + len(logprobs))
         events.logprobs.extend(logprobs)
@@ -470,7 +469,7 @@ class Results:
         events.offsets += range(len(output))
         events.token_ids += output
 
-    def _of(self, client: ClientId) -> ClientEvents:
+    def _events_of(self, client: ClientId) -> ClientEvents:
         if client not in self.events:
             self.events[client] = ClientEvents()
         return self.events[client]

@@ -6,11 +6,10 @@ hundreds of sequences well under a millisecond.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Container, Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from typing import Annotated
 
 import numpy as np
@@ -18,7 +17,8 @@ import numpy as np
 from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.adapter_slots import AdapterSlots
 from scheduler_svc.core.config import SchedulerConfig
-from scheduler_svc.core.kv_cache import BlockManager, BlocksUnderway
+from scheduler_svc.core.draft_budget import DraftBudget
+from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.paging import batch
 from scheduler_svc.core.paging.batch import Array, Flags, Numbers
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -26,7 +26,8 @@ from scheduler_svc.core.paging.block_tables import HostBlocks
 from scheduler_svc.core.paging.sequence import Queues
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.states import Checkpoint
-from scheduler_svc.core.step import RowAssignment, StepInFlight, StepPlan
+from scheduler_svc.core.step import RowAssignment, StepPlan
+from scheduler_svc.core.underway import BlocksUnderway
 
 
 class RowTable(batch.RowTable[Sequence]):
@@ -226,59 +227,6 @@ def _num_equal(left: SequenceOf[int], right: SequenceOf[int], start: int, end: i
     return start
 
 
-_MAX_PROBABILITY = 0.9
-"""Assumed upper bound of the probability that a draft is right."""
-
-
-@dataclass(slots=True)
-class DraftCounts:
-    """Results of drafts so far: samples that had drafts, all their drafts, and the number of right drafts by their
-    place after the sample."""
-
-    num_samples: int = 0
-    num_drafts: int = 0
-    right_at: list[int] = field(default_factory=list[int])
-
-    def add(self, num_right: Array, num_drafts: Array, num_passes: int) -> None:
-        """Counts a step's verified drafts, by sample. If the model ran several times in the step, each run counts an
-        equal part of the right drafts."""
-        self.num_samples += int(np.count_nonzero(num_drafts))
-        self.num_drafts += int(num_drafts.sum())
-        longest = -(-int(num_right.max()) // num_passes)
-        self.right_at += [0] * (longest - len(self.right_at))
-        for place in range(longest):
-            self.right_at[place] += int(np.clip(num_right - place * num_passes, 0, num_passes).sum())
-
-
-class DraftBudget:
-    """The drafts that rows may have in the next step. The worker guesses tokens and verifies the guesses that pay. They
-    need blocks and a share of the step, so the scheduler limits them: a step of n decodes takes as long as f + n
-    tokens, where f is the cost of reading the weights. Drafts that are right with a probability below n / (f + n) do
-    not pay, and none are allowed if that bound is nearly 1.
-
-    Args:
-        max_drafts: maximum drafts of one row, each time the model runs.
-        fixed_tokens: fixed cost of a step, without its tokens, as a number of tokens.
-    """
-
-    def __init__(self, max_num_rows: int, max_drafts: int, fixed_tokens: int) -> None:
-        self._max_drafts = max_drafts
-        self._fixed_tokens = fixed_tokens
-        self.had_some = np.ones(max_num_rows, np.bool_)
-        """Which rows had drafts in their last step, or whose sequence has had no step yet. bool[rows]."""
-
-    def of(self, rows: Array, max_passes: int) -> Array:
-        """The number of drafts that each of these rows may have if all decode in one step. int64[n]. A row that had
-        none in its last step gets drafts for one run of the model only."""
-        if len(rows) > _MAX_PROBABILITY * (self._fixed_tokens + len(rows)):
-            return np.zeros(len(rows), np.int64)
-        return self._max_drafts * np.where(self.had_some[rows], max_passes, 1)
-
-    def answered(self, rows: Array, num_drafts: Array) -> None:
-        """Records the number of verified drafts of each of these rows."""
-        self.had_some[rows] = num_drafts > 0
-
-
 class Batch(batch.Batch[Sequence, SequenceGroup]):
     """Rows, GPU blocks, adapter slots, the next step in `draft`, and the full blocks that rows are computing in
     `underway`."""
@@ -314,7 +262,7 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
             len(sequence.request.prompt),
             sequence.request.traceparent,
             None if sequence.request.adapter is None else self.adapters.slot_of(sequence.request.adapter),
-            # Requests that share cached prefixes may share guesses; others could learn answers from response times.
+            # Requests that share cached prefixes may share drafts; others could learn answers from response times.
             bytes(sequence.request.cache_root) if self._max_drafts and sequence.request.beam is None else b"",
             tuple(sequence.state_blocks),
         )
@@ -612,53 +560,3 @@ class Batch(batch.Batch[Sequence, SequenceGroup]):
         if plan.max_drafts is not None:
             self.rows.grow(plan.samples[:, 0], plan.max_drafts)
         return plan
-
-
-_MIN_RATIO = 4.0
-"""Minimum ratio of a step's duration to the scheduler's time between a result and the next plan."""
-
-
-class Pace:
-    """Durations of the newest decode step and of the newest plan, in seconds of the core's clock: whether beam searches
-    in different steps wait for each other.
-
-    The next step of a search needs the result of its last one. With several steps in flight, searches that came at
-    different times take turns, and each step reads all weights of the model. If the searches that could run wait for
-    the step in flight, all continue in one step. Then the workers are idle while the scheduler applies its result, so
-    searches wait only if steps take much longer than that (ADR 3 has the figures).
-    """
-
-    def __init__(self) -> None:
-        self._step_s = 0.0
-        self._planning_s = math.inf
-        self._answered_at = -math.inf
-        self._is_planned = True
-
-    def planning(self, now: float) -> None:
-        """A step is about to be planned."""
-        if not self._is_planned:
-            self._is_planned = True
-            self._planning_s = now - self._answered_at
-
-    def answered(self, step: StepInFlight, now: float) -> None:
-        """The result of a step came."""
-        if not step.has_chunks:
-            # It began when the step before it was over. A step with a prompt takes longer than the steps after it.
-            self._step_s = now - max(step.planned, self._answered_at)
-        self._answered_at, self._is_planned = now, False
-
-    def beams_should_wait(self, rows: RowTable) -> bool:
-        """Whether the beams that could run now wait for beams in flight. False if other rows could run: these do not
-        wait, and the beams add little to their step."""
-        return self._step_s >= _MIN_RATIO * self._planning_s and _are_beams_apart(rows)
-
-
-def _are_beams_apart(rows: RowTable) -> bool:
-    """Whether only dependent rows can compute, while other dependent rows wait for a result."""
-    if not rows.num_dependent:
-        return False
-    unfinished = rows.active & (rows.num_tokens < rows.max_len)
-    can_compute = unfinished & (rows.num_computed < rows.num_tokens)
-    if not can_compute.any() or (can_compute & (rows.prefills | ~rows.dependent)).any():
-        return False
-    return bool((unfinished & rows.dependent & ~can_compute).any())

@@ -8,9 +8,10 @@ result.
 `arrivals` puts requests into the queues and ends them, `planner` plans steps and applies their results; both work on
 one `state`, and `arrivals` also handles losses of the worker. `policy` says which group is next, `admission` whether
 there is room for it and how prompts share a step, `running_batch` moves groups into rows and out of them and builds the
-step, `kv_cache` keeps blocks, `results` interprets step results, `pace` says when beam searches wait for each other,
-`preparation` knows which constraints are compiled and which adapters are loaded, and `fault_isolation` finds requests
-that make steps fail.
+step, `kv_cache` keeps blocks, `underway` the requests that wait for blocks of others, `states` and `windows` the blocks
+of layers that do not read all tokens, `results` interprets step results, `pace` says when beam searches wait for each
+other, `draft_budget` how many drafts rows may have, `preparation` knows which constraints are compiled and which
+adapters are loaded, and `fault_isolation` finds requests that make steps fail.
 """
 
 from collections.abc import Callable, Iterable

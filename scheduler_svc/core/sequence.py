@@ -160,7 +160,7 @@ class Timeline:
         else:
             self.milestones.append((Milestone.RESUMED, now))
 
-    def note(self, milestone: Milestone, now: float) -> None:
+    def record(self, milestone: Milestone, now: float) -> None:
         self.milestones.append((milestone, now))
 
 

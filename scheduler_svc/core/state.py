@@ -8,9 +8,11 @@ from quire.messages.prefix_hashes import BlockHash
 from scheduler_svc.core.admission import Room, Stop, TokenShares
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.draft_budget import DraftCounts
 from scheduler_svc.core.fault_isolation import Trials
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.moves import Arriving, KvSource, MoveCounts, Tier
+from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.pins import PIN_CLIENT, Pins
@@ -19,7 +21,7 @@ from scheduler_svc.core.prefix_index import HostMemory
 from scheduler_svc.core.preparation import Preparations
 from scheduler_svc.core.request import MovedBlocks, RequestKey
 from scheduler_svc.core.reservations import Kind, Reservations
-from scheduler_svc.core.running_batch import Batch, DraftCounts, Pace
+from scheduler_svc.core.running_batch import Batch
 from scheduler_svc.core.sequence import Sequence, SequenceGroup
 from scheduler_svc.core.step import StepInFlight
 
@@ -27,12 +29,16 @@ from scheduler_svc.core.step import StepInFlight
 class State:
     """All requests of one replica, and the memory of its worker.
 
-    Steps and preemptions are counted since the start, `num_attached_steps` since the worker was attached;
-    `num_swap_outs` of the preemptions moved blocks to host memory. `stopped` is why the
-    last step admitted no further group, None if no group was left. `reservations` has the blocks and rows that are kept
-    for others than running requests, and `promised` the offers that got room in the last planned step. Requests that
-    never ran wait at least until `new_wait_until`, if it is set. `num_prompt_tokens` counts the prompt tokens of all
-    requests that ran, `num_cached_tokens` the cached part of them.
+    Attributes:
+        num_steps, num_preemptions: Since the start.
+        num_swap_outs: Preemptions that moved blocks to host memory, since the start.
+        num_attached_steps: Steps since the worker was attached.
+        num_prompt_tokens: Prompt tokens of all requests that ran.
+        num_cached_tokens: The part of `num_prompt_tokens` that the prefix cache had.
+        stopped: Why the last step admitted no further group; None if no group was left.
+        reservations: Blocks and rows that are kept for others than running requests.
+        promised: The offers that got room in the last planned step.
+        new_wait_until: Requests that never ran wait at least until this time, in seconds; None if they need not.
     """
 
     def __init__(self, config: SchedulerConfig, make_blocks: Callable[[SchedulerConfig], BlockManager]) -> None:

@@ -100,10 +100,19 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A planned step whose result is still to come: its sampling rows and their incarnations; the number of
-    tokens beyond one that each of them may grow by (None for none); the rows that compute a chunk and sample nothing,
-    their incarnations, and their numbers of computed tokens after the step; the time of planning, in seconds; whether
-    any row computes a chunk; and the blocks that it copies from the host."""
+    """A planned step whose result is still to come. Arrays are int64[n].
+
+    Attributes:
+        rows: The rows that sample.
+        incarnations: The incarnation of each of `rows`, as in `RowTable`.
+        max_drafts: Number of tokens beyond one that each of `rows` may grow by; None for none.
+        chunk_rows: The rows that compute a chunk and sample nothing.
+        chunk_incarnations: The incarnation of each of `chunk_rows`.
+        chunk_num_computed: Computed tokens of `chunk_rows` after the step.
+        planned: The time of planning, in seconds.
+        has_chunks: Whether any row computes a chunk, including a last chunk, which samples.
+        from_host: Blocks of the pool that the step fills from the host.
+    """
 
     step_id: int
     rows: Array

@@ -87,8 +87,8 @@ class RowTable(Generic[S]):
 
     def prefilling(self) -> Array:
         """Rows that compute the tokens that they entered with, int64[n]: the row that computes a shared block first."""
-        rows = rows[self._can_compute()[rows]] if len(rows := (self.active & self.prefills).nonzero()[0]) else rows
-        return rows[np.argsort(self.order[rows], kind="stable")] if len(rows) > 1 else rows
+        rows = (self._can_compute() & self.prefills).nonzero()[0]
+        return rows[np.argsort(self.order[rows], kind="stable")]
 
     def _can_compute(self) -> Array:
         # A sequence that reaches its end with the steps in flight needs no further step.

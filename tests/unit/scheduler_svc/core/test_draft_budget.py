@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.config import PolicyKind
+from scheduler_svc.core.draft_budget import DraftBudget, DraftCounts
 from scheduler_svc.core.policy import SAMPLE_WEIGHT, FairPolicy
-from scheduler_svc.core.running_batch import DraftBudget, DraftCounts
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepResult
 from tests.support.core_driver import make_config, make_request

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from scheduler_svc.core.beam_search import BeamParameters
+from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.running_batch import Pace
 from scheduler_svc.core.step import StepInFlight
 from tests.support.core_driver import Driver, make_config, make_request
 
