@@ -474,7 +474,7 @@ class StreamedResponse(WatchedResponse):
         self._parts: PartWriter | None = None
         self._has_started = False
         self._has_ids = False
-        # Asked for once: finding the loop takes longer than the rest of `write_now`.
+        # Found once: `write_now` runs for each event.
         self._now = asyncio.get_running_loop().time
         self._written_at = 0.0
         # Held during each write.

@@ -190,8 +190,7 @@ class Results:
 
     def _append(self, step: StepInFlight, samples: Array, result: StepResult) -> list[Sequence]:
         """Appends the drawn tokens to their sequences, up to the token that ends each. The events are made of whole
-        arrays. Returns the sequences whose newest token
-        is the first from this scheduler or may be the last."""
+        arrays. Returns the sequences whose newest token is the first from this scheduler or may be the last."""
         table = self._batch.rows
         rows = step.rows[samples]
         known = table.num_known[rows]
