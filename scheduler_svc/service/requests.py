@@ -180,8 +180,10 @@ class Requests:
 
         Raises any error of `submit`, and:
             AlreadyExists: the reader's handle belongs to a live request, or a running durable one has the id.
+            Cancelled: its tenant cancelled it before it arrived here, when only its offer was here.
             ResourceExhausted: too much would be kept.
         """
+        self._ended.check_not_cancelled(request.tenant, request.request_id, nonce)
         self._free_handle(reader)
         durable = None if description is None else self._check_durable(request, description)
         connection = reader.connection
@@ -203,7 +205,6 @@ class Requests:
             self.durable.add(owned.key.handle, owned)
         self._by_handle[owned.key.handle] = owned
         self._by_id.setdefault((owned.tenant, owned.request_id), []).append(owned)
-        self._ended.cancelled.pop((owned.tenant, owned.request_id, nonce), None)
         self._set_reader(owned, reader)
         self._update(owned)
         try:

@@ -444,7 +444,7 @@ def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_one_that_was_cancelled_is_refused_to_its_tenant_until_its_id_is_used_again(bench, durable):
+def test_one_that_was_cancelled_is_refused_to_its_tenant_and_another_of_its_id_is_not(bench, durable):
     request = cancel(bench, 1, durable=durable)
     for _ in range(3):
         with pytest.raises(Cancelled, match="request-1"):
@@ -452,9 +452,22 @@ def test_one_that_was_cancelled_is_refused_to_its_tenant_until_its_id_is_used_ag
     assert bench.resubmit(replace(request, tenant="b"), bench.connect(), has(0)) is None
     # Another nonce makes another request.
     assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
-    admitted = bench.admit(request, bench.connect(), durable=True)
-    assert bench.resubmit(request, bench.connect(), has(0)) is admitted
-    assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is None
+    admitted = bench.admit(request, bench.connect(), durable=True, nonce=NONCE + 1)
+    assert bench.resubmit(request, bench.connect(), has(0), nonce=NONCE + 1) is admitted
+    with pytest.raises(Cancelled, match="request-1"):
+        bench.resubmit(request, bench.connect(), has(0))
+
+
+@pytest.mark.parametrize("has_offer", [True, False])
+def test_a_request_that_arrives_after_its_offer_was_cancelled_is_refused(bench, has_offer):
+    """Its gateway sent it before it learned that the tenant had cancelled it."""
+    connection, request = bench.connect(), make_request(1)
+    bench.admit(replace(request, is_offer=True), connection)
+    assert bench.requests.cancel(request.tenant, request.request_id)
+    with pytest.raises(Cancelled, match="request-1"):
+        bench.admit(replace(request, is_offer=has_offer), connection)
+    assert not bench.core.live
+    assert len(bench.requests) == 0
 
 
 def test_only_the_newest_that_were_cancelled_are_remembered(bench):
