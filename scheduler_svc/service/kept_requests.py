@@ -143,8 +143,8 @@ def _durable_limit(message: str) -> ResourceExhausted:
 
 
 class EndedRequests:
-    """Cancelled requests, which their gateways may submit again; requests that have just left for another scheduler;
-    and the sizes of outputs that no reader got.
+    """Cancelled requests, which are refused if their gateways submit them again; requests that have just left for
+    another scheduler; and the sizes of outputs that no reader got.
 
     Attributes:
         cancelled: Tenant, id and nonce of the newest cancelled requests.

@@ -180,7 +180,7 @@ class Requests:
 
         Raises any error of `submit`, and:
             AlreadyExists: the reader's handle belongs to a live request, or a running durable one has the id.
-            Cancelled: its tenant cancelled it before it arrived here, when only its offer was here.
+            Cancelled: it was cancelled when only its offer was here, or when an earlier submission was.
             ResourceExhausted: too much would be kept.
         """
         self._ended.check_not_cancelled(request.tenant, request.request_id, nonce)

@@ -478,9 +478,12 @@ def test_only_the_newest_that_were_cancelled_are_remembered(bench):
             return True
 
     requests = [cancel(bench, handle) for handle in range(MAX_CANCELLED)]
-    # A request that is cancelled twice counts from the second time.
-    cancel(bench, 0)
+    # A request that is refused again counts from its cancellation, not from its refusal.
+    assert is_refused(requests[0])
     requests += [cancel(bench, handle) for handle in range(MAX_CANCELLED, MAX_CANCELLED + 2)]
+    assert [is_refused(each) for each in requests] == [False, False] + [True] * MAX_CANCELLED
+    # A forgotten request can be submitted and cancelled again, and then it is the newest.
+    cancel(bench, 0)
     assert [is_refused(each) for each in requests] == [True, False, False] + [True] * (MAX_CANCELLED - 1)
 
 
