@@ -111,6 +111,38 @@ class News:
             await self._waiter
 
 
+class CallModel:
+    """The model of a call with several prompts. One model answers all of them: the caller compares their vectors or
+    scores, and vectors of different models cannot be compared.
+
+    Before the first output the requests prefer the model of the last submission. The first output decides.
+
+    Attributes:
+        preferred: The model of the scheduler that got the last submission; unknown before.
+        decided: The model of the first output; None before.
+    """
+
+    def __init__(self, requests: Sequence["LiveRequest"], move: Callable[["LiveRequest"], object]) -> None:
+        """`move` takes a request away from its scheduler, which has another model than the decided one."""
+        self.preferred = UNKNOWN_MODEL
+        self.decided: ModelFingerprint | None = None
+        self._requests = list(requests)
+        self._move = move
+
+    def decide(self, model: ModelFingerprint) -> None:
+        """A request has output of this model. No effect after the first output, or if the model is unknown."""
+        if self.decided is not None or model == UNKNOWN_MODEL:
+            return
+        self.decided = model
+        for each in self._requests:
+            if each.replica is not None and not each.is_over and not each.fits(each.model):
+                self._move(each)
+
+    def close(self) -> None:
+        """The call has ended. Without its requests this object is in no cycle of references."""
+        self._requests.clear()
+
+
 class LiveRequest:
     """The ledger's entry of one request. Writers (the scheduler's events) never wait for the reader (the client).
 
@@ -129,6 +161,7 @@ class LiveRequest:
             meanwhile another gateway may have taken the request over from that entry.
         kv_source: The source of KV blocks for the next scheduler; None if there is none.
         model: The model of the scheduler that generated its tokens, or that has it; unknown before.
+        call: The model of its call; None if the call has no other prompt.
         prompt_logprobs: The requested log probabilities of prompt tokens that have arrived.
         usage: Its usage; None until it is completed.
         awaits_usage: Whether all its sequences ended here, and the scheduler has yet to report the usage.
@@ -157,6 +190,7 @@ class LiveRequest:
         self.is_heir = False
         self.kv_source: KvSource | None = None
         self.model = UNKNOWN_MODEL
+        self.call: CallModel | None = None
         self.awaits_usage = False
         self.direct: DirectWriter | None = None
         self.prompt_logprobs = TokenLogprobs()
@@ -212,9 +246,17 @@ class LiveRequest:
             len(each.logprobs) == len(each.token_ids) for each in self.sequences
         )
 
+    @property
+    def required_model(self) -> ModelFingerprint | None:
+        """The model that it must continue with; None if it may have any."""
+        if self.num_generated_tokens:
+            return self.model
+        return None if self.call is None else self.call.decided
+
     def fits(self, model: ModelFingerprint) -> bool:
         """Whether it can continue with this model."""
-        return not (self.num_generated_tokens and differing_parts(self.model, model))
+        required = self.required_model
+        return required is None or not differing_parts(required, model)
 
     def set_model(self, model: ModelFingerprint) -> None:
         """Sets the model of the scheduler that gets it. Before its first token it drops prompt log probabilities of
@@ -223,6 +265,8 @@ class LiveRequest:
             if differing_parts(self.model, model):
                 self.prompt_logprobs = TokenLogprobs()
             self.model = model
+        if self.call is not None:
+            self.call.preferred = model
 
     @property
     def num_generated_tokens(self) -> int:
@@ -295,6 +339,8 @@ class LiveRequest:
             self.moves, self.is_heir = 0, False
             if self._first_token_at is None:
                 self._first_token_at = self._last_token_at
+                if self.call is not None:
+                    self.call.decide(self.model)
             self._num_uncounted += num_new * (self._token_bytes.kept + self._token_bytes.pending)
             if self.direct is None or arrivals is None:
                 self.wake_reader()
@@ -331,6 +377,9 @@ class LiveRequest:
         for stream in self.sequences:
             if stream.finished is None:
                 raise TokenGapError(f"request {self.request.request_id} completed before sequence {stream.index} ended")
+        if self.call is not None:
+            # Vectors and scores come without tokens.
+            self.call.decide(self.model)
         self.usage = with_gateway_counts(end.usage or self._own_usage(), self.request, self.sequences)
         self._notify_over()
 

@@ -140,7 +140,19 @@ class Placements:
         self._cancel_timer(live)
         self._assign(live, None)
 
+    def place_anew(self, live: LiveRequest) -> None:
+        """Takes a request away from its scheduler and places it again."""
+
+        def place(live: LiveRequest) -> None:
+            self.abort(live)
+            self.place(live)
+
+        self.for_each([live], place)
+
     def _place_on_best(self, live: LiveRequest, candidates: Sequence[Replica]) -> None:
+        if (call := live.call) is not None:
+            same = [each for each in candidates if not differing_parts(call.preferred, each.link.model)]
+            candidates = same or candidates
         replica, num_new_tokens = candidates[0], None
         if len(candidates) > 1:
             replica, num_new_tokens = self._replicas.choose(live, candidates)
@@ -329,7 +341,7 @@ def adapters_are_off() -> FailedPrecondition:
 
 
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:
-    parts = ", ".join(differing_parts(live.model, model))
+    parts = ", ".join(differing_parts(live.required_model or live.model, model))
     return Unavailable(
         f"the replicas have another model than when this request began (before and now: {parts}); it cannot continue: "
         "send it again",

@@ -12,7 +12,7 @@ from gateway.auth.quota import Refund
 from gateway.metrics import ModelMetrics
 from gateway.replicas.events import Chunk, Completed, Event, Finished, GeneratedSequence, Usage, Welcome
 from gateway.replicas.ledger import Ledger
-from gateway.replicas.live import LiveRequest
+from gateway.replicas.live import CallModel, LiveRequest
 from gateway.replicas.replica_set import Replicas
 from gateway.replicas.scheduler_calls import no_such_request
 from gateway.request.adapter_names import Adapters
@@ -395,6 +395,11 @@ async def running(
                 # Ends the earlier requests with the original error, not with the front end's version of it.
                 await stack.__aexit__(type(error), error, error.__traceback__)
                 raise refusal(position, error) from error
+        if len(live) > 1:
+            call = CallModel(live, generator.replicas.placements.place_anew)
+            stack.callback(call.close)
+            for each in live:
+                each.call = call
         for each in live:
             generator.start(each)
             await turns.pause()

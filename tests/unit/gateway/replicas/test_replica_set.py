@@ -24,7 +24,7 @@ from gateway.replicas.events import (
 )
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
-from gateway.replicas.live import LiveRequest
+from gateway.replicas.live import CallModel, LiveRequest
 from gateway.replicas.replica_set import Replicas
 from quire.common.v1.common_pb2 import KvSource
 from quire.messages.replica_role import ReplicaRole
@@ -488,6 +488,78 @@ async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_b
     with pytest.raises(Aborted, match="another call"):
         await live.result()
     assert len(scheduler.resumed) == (not has_news)
+
+
+OLD, NEW = ModelFingerprint(weights="w1"), ModelFingerprint(weights="w2")
+
+
+def cluster_of_two_models(num_prompts: int) -> tuple[Cluster, list[Scheduler], list[LiveRequest]]:
+    """A gateway whose two replicas have different models, and the requests of a call with several prompts."""
+    cluster = Cluster(2, lambda *_: None)
+    for scheduler, model in zip(cluster.schedulers, (OLD, NEW), strict=True):
+        scheduler.model = model
+    requests = [
+        cluster.ledger.open(make_request(f"prompt {number}", prompt=range(number, number + 8)), TOKENIZER)
+        for number in range(num_prompts)
+    ]
+    call = CallModel(requests, cluster.placements.place_anew)
+    for each in requests:
+        each.call = call
+    return cluster, cluster.schedulers, requests
+
+
+def is_at(scheduler: Scheduler) -> Callable[[LiveRequest], bool]:
+    return lambda live: live.replica == scheduler.address
+
+
+@pytest.mark.parametrize("are_of_one_call", [True, False])
+async def test_all_prompts_of_a_call_go_to_replicas_with_one_model(are_of_one_call):
+    cluster, _, requests = cluster_of_two_models(6)
+    for each in requests:
+        each.call = each.call if are_of_one_call else None
+        cluster.placements.place(each)
+    assert len({each.replica for each in requests}) == (1 if are_of_one_call else 2)
+
+
+@pytest.mark.parametrize("is_vector", [False, True])
+async def test_the_first_output_of_a_call_decides_the_model_of_its_other_prompts(is_vector):
+    """The first replica was lost while some of the prompts were there, and came back before all had left it."""
+    cluster, (first, other), (begun, late, waiting) = cluster_of_two_models(3)
+    cluster.placements.submit(begun, cast(Any, cluster.replicas.get(first.address)))
+    cluster.placements.submit(late, cast(Any, cluster.replicas.get(other.address)))
+    if is_vector:
+        end = SequenceEnded(begun.handle, 0, 0, FinishReason.STOP, None, None, b"\0" * 8)
+        first.tell(ended=[end], completed=[RequestEnded(begun.handle, Usage(1, 0))])
+    else:
+        first.tell(runs=[TokenRun(begun.handle, 0, 0, [50])])
+    assert (late.replica, other.aborted) == (first.address, [late.handle])
+    assert first.submitted == [begun.handle, late.handle]
+    cluster.placements.place(waiting)
+    assert waiting.replica == first.address
+    # Events of the other model that were under way are dropped.
+    other.tell(runs=[TokenRun(late.handle, 0, 0, [51])])
+    assert not late.num_generated_tokens
+
+
+async def test_a_prompt_fails_if_no_replica_has_the_model_that_answered_another_prompt_of_its_call():
+    cluster, (first, other), (begun, late) = cluster_of_two_models(2)
+    for each in (begun, late):
+        cluster.placements.submit(each, cast(Any, cluster.replicas.get(first.address)))
+    first.tell(runs=[TokenRun(begun.handle, 0, 0, [50])])
+    lose_for_good(cluster, first)
+    for each in (begun, late):
+        with pytest.raises(Unavailable, match="weights w1 and w2") as failed:
+            await each.result()
+        assert failed.value.reason == "MODEL_CHANGED"
+    assert other.submitted == []
+
+
+async def test_a_call_without_output_goes_to_another_model_if_no_replica_has_the_first_one():
+    cluster, (first, other), requests = cluster_of_two_models(3)
+    for each in requests:
+        cluster.placements.submit(each, cast(Any, cluster.replicas.get(first.address)))
+    lose_for_good(cluster, first)
+    assert all(map(is_at(other), requests))
 
 
 async def read_to_end(live: LiveRequest) -> None:
