@@ -267,6 +267,9 @@ class RequestMoved:
     source: KvSource | None
 
 
+ALREADY_TAKEN_OVER = "already_taken_over"
+"""A key in the metadata of errors; see the field of `RequestFailure`."""
+
 RequestEvent = TokenRun | PromptRun | SequenceEnded | RequestEnded | RequestFailed | RequestMoved
 
 
@@ -437,4 +440,6 @@ def _request_failed(message: scheduler_pb2.RequestFailure) -> RequestFailed:
     error = error_for_code(message.code, message.message, reason=message.reason or None, retry_after_ms=retry_after_ms)
     if message.HasField("scheduler_epoch"):
         error.metadata["scheduler_epoch"] = str(message.scheduler_epoch)
+    if message.already_taken_over:
+        error.metadata[ALREADY_TAKEN_OVER] = "true"
     return RequestFailed(message.handle, error)

@@ -14,6 +14,7 @@
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
+from gateway.replicas.events import ALREADY_TAKEN_OVER
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
@@ -185,8 +186,8 @@ class Placements:
                     # While they drain, schedulers of earlier releases also reject requests that were accepted before.
                     replica.rejects_all = True
             self.place(live)
-        elif error.reason == "REQUEST_TAKEN_OVER" and live.is_heir:
-            # The call at this gateway is newer than the call that took the request over.
+        elif ALREADY_TAKEN_OVER in error.metadata and live.is_heir:
+            # The call at this gateway is newer than the call that took the request over from an earlier one here.
             live.is_heir = False
             self.resume(live, link.address)
         elif error.reason == "MODEL_CHANGED":

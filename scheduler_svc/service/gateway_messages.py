@@ -30,7 +30,7 @@ from scheduler_svc.core.step import RequestFailure, SequenceEnd, Usage
 from scheduler_svc.service.lifecycle import Lifecycle
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.replica import MODEL_CHANGED, Replica
-from scheduler_svc.service.requests import GATEWAYS
+from scheduler_svc.service.requests import GATEWAYS, AlreadyTakenOver
 from scheduler_svc.service.watch_messages import add_pools, add_queues
 from scheduler_svc.service.worker_messages import source_message
 
@@ -324,7 +324,12 @@ def _refusal_message(handle: int, error: QuireError) -> scheduler_pb2.RequestFai
     """The failure of a refused submission, or of a request that another call took over or cancelled."""
     code, _ = error.code.value
     return scheduler_pb2.RequestFailure(
-        handle=handle, code=code, reason=error.reason, message=error.message, retry_after_ms=error.retry_after_ms
+        handle=handle,
+        code=code,
+        reason=error.reason,
+        message=error.message,
+        retry_after_ms=error.retry_after_ms,
+        already_taken_over=isinstance(error, AlreadyTakenOver),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
+from typing import Self
 
 from quire.rpc.errors import Aborted, AlreadyExists, NotFound, QuireError, Unavailable
 from quire.runtime.failpoint import failpoint
@@ -42,6 +43,18 @@ KEPT_ROOM_S = 5.0
 
 COME_BACK_S = 1.0
 """Seconds in which gateways whose streams broke may come back to a scheduler that drains."""
+
+
+class _TakenOver(Aborted):
+    """Another call reads the request now. The error of its former reader."""
+
+    @classmethod
+    def of(cls, owned: OwnedRequest) -> Self:
+        return cls(f'request "{owned.request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER")
+
+
+class AlreadyTakenOver(_TakenOver):
+    """Another gateway already reads the request that a gateway submits again."""
 
 
 class Requests:
@@ -221,7 +234,7 @@ class Requests:
         needed events are not kept any more; then the request ends.
 
         Raises:
-            Aborted: another gateway reads it by now.
+            AlreadyTakenOver: another gateway reads it by now.
             AlreadyExists: the reader's handle belongs to another live request.
             Cancelled: it was cancelled.
         """
@@ -233,7 +246,7 @@ class Requests:
         else:
             return False
         if owned.reader is not None and owned.reader.connection.gateway_id != gateway_id:
-            raise _taken_over(owned)
+            raise AlreadyTakenOver.of(owned)
         if not owned.history.can_resume(held, self._progress(owned.key), owned.end_of_prompt_logprobs):
             self.forget(owned)
             return False
@@ -281,7 +294,7 @@ class Requests:
         outbox = reader.connection.outbox
         if owned.durable is not None and owned.comes_in_parts:
             # All of its output is kept, so it goes out in parts, at the reader's pace, until another reader comes.
-            self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
+            self._set_reader(owned, reader, None if owned.reader == reader else _TakenOver.of(owned))
             self._update(owned)
             failpoint("scheduler.reader.changed")
             del self._delivery.readers[owned.key.handle]
@@ -292,7 +305,7 @@ class Requests:
         events, prompt_logprobs = owned.history.rest_after(held, reader.handle)
         if owned.durable is None:
             owned.history.clear()
-        self._set_reader(owned, reader, None if owned.reader == reader else _taken_over(owned))
+        self._set_reader(owned, reader, None if owned.reader == reader else _TakenOver.of(owned))
         self._update(owned)
         failpoint("scheduler.reader.changed")
         outbox.put_prompt_logprobs(prompt_logprobs)
@@ -493,7 +506,3 @@ class Requests:
 
     def _durable_of(self, tenant: str, request_id: str) -> list[OwnedRequest]:
         return [each for each in self._by_id.get((tenant, request_id), ()) if each.durable is not None]
-
-
-def _taken_over(owned: OwnedRequest) -> Aborted:
-    return Aborted(f'request "{owned.request_id}" is read by another call now', reason="REQUEST_TAKEN_OVER")

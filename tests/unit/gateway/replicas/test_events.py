@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from gateway.replicas.events import FinishReason, Logprob, PositionLogprobs, TokenLogprobs, event_batch_from
+from gateway.replicas.events import (
+    ALREADY_TAKEN_OVER,
+    FinishReason,
+    Logprob,
+    PositionLogprobs,
+    TokenLogprobs,
+    event_batch_from,
+)
 from quire.common.v1 import common_pb2
 from quire.messages.arrays import encode_int32
 from quire.rpc.errors import InvalidArgument, ResourceExhausted
@@ -67,6 +74,10 @@ def test_ends_and_failures():
     error = batch.failed[0].error
     assert isinstance(error, ResourceExhausted)
     assert (error.reason, error.message, error.retry_after_ms) == ("QUEUE_FULL", "full", 5)
+    assert not error.metadata
+    failure.already_taken_over = True
+    (failed,) = event_batch_from(make_events([], failed=[failure])).failed
+    assert failed.error.metadata == {ALREADY_TAKEN_OVER: "true"}
 
 
 MALFORMED = {

@@ -12,6 +12,7 @@ from google.rpc.code_pb2 import UNAVAILABLE
 
 from gateway.replicas import replica_set
 from gateway.replicas.events import (
+    ALREADY_TAKEN_OVER,
     EventBatch,
     FinishReason,
     RequestEnded,
@@ -461,10 +462,12 @@ async def test_a_request_that_is_taken_over_from_a_replica_that_is_gone_is_place
         cluster.placements.resume(live, gone.address)
 
 
-@pytest.mark.parametrize("has_news", [False, True])
-async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_before(has_news):
-    """Another gateway has read it meanwhile, and this one has not been notified yet."""
-    cluster = Cluster(1, lambda *_: None)
+def taken_over_error(metadata: dict[str, str]) -> Aborted:
+    return Aborted("is read by another call now", reason="REQUEST_TAKEN_OVER", metadata=metadata)
+
+
+def resumed_here(cluster: Cluster) -> LiveRequest:
+    """A durable request with a token, which a newer call at this gateway reads."""
     (scheduler,) = cluster.schedulers
     earlier = cluster.place("story", durable=True)
     scheduler.tell(runs=[TokenRun(earlier.handle, 0, 0, [50])])
@@ -474,10 +477,31 @@ async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_b
     live.catch_up(earlier, 1)
     live.catch_up(earlier, 1)
     cluster.placements.hand_over(earlier, live)
+    return live
+
+
+async def test_a_call_does_not_take_its_stream_back_from_a_call_that_came_later():
+    """The client left before this call had any new event, and went on at another gateway. This gateway learns of that
+    call before it learns that its own client has left, for example because that connection is half open."""
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    live = resumed_here(cluster)
+    scheduler.tell(failed=[RequestFailed(live.handle, taken_over_error({}))])
+    assert scheduler.resumed == []
+    with pytest.raises(Aborted, match="another call"):
+        await live.result()
+
+
+@pytest.mark.parametrize("has_news", [False, True])
+async def test_a_call_that_goes_on_here_takes_its_stream_back_from_who_read_it_before(has_news):
+    """Another gateway has read it meanwhile, and this one has not been notified yet."""
+    cluster = Cluster(1, lambda *_: None)
+    (scheduler,) = cluster.schedulers
+    live = resumed_here(cluster)
     if has_news:
         # It is the reader by then, and a later reader keeps it for good.
         scheduler.tell(runs=[TokenRun(live.handle, 0, 1, [51])])
-    taken_over = RequestFailed(live.handle, Aborted("is read by another call now", reason="REQUEST_TAKEN_OVER"))
+    taken_over = RequestFailed(live.handle, taken_over_error({ALREADY_TAKEN_OVER: "true"}))
     scheduler.tell(failed=[taken_over])
     assert (live.has_failed, scheduler.resumed) == (has_news, [] if has_news else [live.handle])
     if not has_news:

@@ -20,11 +20,12 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.sequence import FinishReason
 from scheduler_svc.core.step import ClientEvents, RequestEnd, SequenceEnd, Usage
 from scheduler_svc.service import kept_requests
+from scheduler_svc.service.gateway_messages import gateway_messages
 from scheduler_svc.service.history import Held, PromptLogprobs, SequenceProgress
 from scheduler_svc.service.kept_requests import MAX_CANCELLED, DurableLimits
 from scheduler_svc.service.outbox import Outgoing
 from scheduler_svc.service.readers import MAX_GROWTH, Connection, OwnedRequest, Reader
-from scheduler_svc.service.requests import Requests
+from scheduler_svc.service.requests import AlreadyTakenOver, Requests
 from scheduler_svc.service.scheduler_servicer import SchedulerServicer
 from tests.support.core_driver import make_config, make_request
 from tests.support.step_loop import make_step_loop
@@ -433,6 +434,20 @@ def test_one_that_is_on_its_way_to_another_scheduler_is_not_unknown(bench):
     with pytest.raises(NotFound):
         bench.requests.find_durable("", "request-3")
     assert not bench.requests.cancel("", "request-3")
+
+
+def test_a_gateway_learns_whether_its_request_was_taken_over_before_or_after_it_submitted_it_again(bench):
+    first, second = bench.connect(), bench.connect("gateway-b")
+    request = make_request(1)
+    owned = bench.admit(request, first, durable=True)
+    bench.requests.attach(owned, Reader(second, Handle(7)), has(0))
+    (taken,) = [message.events.failed[0] for outgoing in take_all(first) for message in gateway_messages(outgoing)]
+    assert (taken.reason, taken.already_taken_over) == ("REQUEST_TAKEN_OVER", False)
+    with pytest.raises(AlreadyTakenOver, match="read by another call") as refused:
+        bench.resubmit(request, first, has(0))
+    first.outbox.put_refusal(Handle(1), refused.value)
+    (refusal,) = [message.events.failed[0] for outgoing in take_all(first) for message in gateway_messages(outgoing)]
+    assert (refusal.reason, refusal.already_taken_over) == ("REQUEST_TAKEN_OVER", True)
 
 
 def cancel(bench: Bench, handle: int, tenant: str = "a", *, durable: bool = True) -> Request:
