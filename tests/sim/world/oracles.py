@@ -354,5 +354,7 @@ class Circumstances:
                 yield self.has_faults and is_durable and (ends or self.trouble_s > _PATIENCE_S)
                 # Over HTTP a request that all its processes have lost is not submitted again.
                 yield returns and (self.has_faults or is_cancelled)
+                # After a move, another gateway does not find it: its scheduler lacks the earlier log probabilities.
+                yield returns and self.may_wait and generate.options.logprobs is not None
             case _:
                 pass
