@@ -246,16 +246,9 @@ class LiveRequest:
             len(each.logprobs) == len(each.token_ids) for each in self.sequences
         )
 
-    @property
-    def required_model(self) -> ModelFingerprint | None:
-        """The model that it must continue with; None if it may have any."""
-        if self.num_generated_tokens:
-            return self.model
-        return None if self.call is None else self.call.decided
-
     def fits(self, model: ModelFingerprint) -> bool:
         """Whether it can continue with this model."""
-        required = self.required_model
+        required = required_model(self)
         return required is None or not differing_parts(required, model)
 
     def set_model(self, model: ModelFingerprint) -> None:
@@ -579,6 +572,13 @@ class LiveRequest:
             decode_ms=(self._last_token_at - first) * 1000,
             reasoning_tokens=sum(stream.num_reasoning_tokens for stream in self.sequences),
         )
+
+
+def required_model(live: LiveRequest) -> ModelFingerprint | None:
+    """The model that a request must continue with; None if it may have any."""
+    if live.num_generated_tokens:
+        return live.model
+    return None if live.call is None else live.call.decided
 
 
 def _stream_of(live: LiveRequest, index: int) -> SequenceStream:

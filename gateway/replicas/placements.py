@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from gateway.replicas.events import ALREADY_TAKEN_OVER
 from gateway.replicas.ledger import Ledger
 from gateway.replicas.link import SchedulerLink
-from gateway.replicas.live import LiveRequest
+from gateway.replicas.live import LiveRequest, required_model
 from gateway.replicas.offers import Offers
 from gateway.replicas.replica_table import Replica, ReplicaTable
 from quire.rpc.errors import FailedPrecondition, QuireError, ResourceExhausted, Unavailable
@@ -342,7 +342,7 @@ def adapters_are_off() -> FailedPrecondition:
 
 
 def _model_changed(live: LiveRequest, model: ModelFingerprint) -> Unavailable:
-    parts = ", ".join(differing_parts(live.required_model or live.model, model))
+    parts = ", ".join(differing_parts(required_model(live) or live.model, model))
     return Unavailable(
         f"the replicas have another model than when this request began (before and now: {parts}); it cannot continue: "
         "send it again",
