@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quire.messages.prefix_hashes import SHORT_BYTES, BlockHash, short
+from quire.messages.prefix_hashes import SHORT_BYTES, PrefixHash, short
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
 
@@ -53,7 +53,7 @@ class CachedBlocks:
         self._on_disk.difference_update(disk_removed)
         self._on_disk.update(disk_stored)
 
-    def find(self, hashes: Sequence[BlockHash]) -> Found:
+    def find(self, hashes: Sequence[PrefixHash]) -> Found:
         """The number of a prompt's first blocks that the replica has, up to the last reported one if it is sampled."""
         blocks, mask = self._blocks, self._mask
         num_cached = num_on_disk = 0

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gateway.replicas.cache_messages import CachedBlocks, Found
-from quire.messages.prefix_hashes import BlockHash, hash_chain, root_hash
+from quire.messages.prefix_hashes import PrefixHash, hash_chain, root_hash
 from quire.messages.replica_role import ReplicaRole
 
 # Prompts that share this number of blocks after the cached ones go to the same replica. A larger number would separate
@@ -198,7 +198,7 @@ def _by_prefix(
 
 def prompt_hashes(
     prompt: Prompt, tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
-) -> list[BlockHash]:
+) -> list[PrefixHash]:
     """The hashes of a prompt's full blocks, as its scheduler computes them."""
     num_blocks = min(len(prompt) // block_size, _MAX_HASHED_BLOCKS)
     packed = np.ascontiguousarray(prompt[: num_blocks * block_size], np.int32).tobytes()

@@ -1,8 +1,9 @@
-"""Hashes that name full blocks of tokens. The scheduler finds cached blocks by them. Gateways compute them
-too, to know which replica has most of a prompt.
+"""Hashes of prefixes, and the names of cached blocks, which are made from them. The scheduler finds blocks by their
+names. Gateways compute the hashes too, to know which replica has most of a prompt.
 
-A block's hash covers its tokens, all tokens before it, the tenant and the adapter. Two sequences that agree on a hash
-agree on everything up to the end of that block.
+A prefix ends with a full block of tokens. Its hash covers all its tokens, the tenant and the adapter: two sequences
+that agree on a hash agree on everything up to the end of that block. A model with several groups of layers has one
+block of memory for these tokens in each group, and each of them has a name of its own.
 """
 
 from array import array
@@ -11,7 +12,10 @@ from hashlib import blake2b
 from typing import NewType, cast
 
 BlockHash = NewType("BlockHash", bytes)
-"""Name of a block's content and of all that comes before it."""
+"""Name of the content of one block of memory, in one group of layers, with all that comes before it."""
+
+PrefixHash = NewType("PrefixHash", BlockHash)
+"""Hash of a prefix. It is also the name of the prefix's last block in group 0; `in_group` makes the other names."""
 
 HASH_BYTES = 32
 
@@ -26,35 +30,46 @@ def salt_digest(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=SALT_BYTES, person=b"quire/salt").digest() if salt else b""
 
 
-def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> BlockHash:
+def _prefix_hash(data: bytes) -> PrefixHash:
+    return PrefixHash(BlockHash(data))
+
+
+def root_hash(tenant: str, adapter: bytes | None = None, salt: bytes = b"") -> PrefixHash:
     """The root hash of a tenant's sequences, with an adapter and with a `salt_digest`: sequences with different salts
     share no blocks."""
     root = _unsalted_root(tenant, adapter)
     if not salt:
         return root
-    return BlockHash(blake2b(root + salt, digest_size=HASH_BYTES, person=b"quire/prefix/s").digest())
+    return _prefix_hash(blake2b(root + salt, digest_size=HASH_BYTES, person=b"quire/prefix/s").digest())
 
 
-def _unsalted_root(tenant: str, adapter: bytes | None) -> BlockHash:
+def _unsalted_root(tenant: str, adapter: bytes | None) -> PrefixHash:
     """The root hash of a tenant: tenants share no blocks, and cannot probe each other's computations. With the digest
     of an adapter it is the root of the tenant's sequences with this adapter, which have other keys and values."""
     if adapter is not None:
-        return BlockHash(blake2b(adapter + tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/a").digest())
-    return BlockHash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
+        return _prefix_hash(
+            blake2b(adapter + tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/a").digest()
+        )
+    return _prefix_hash(blake2b(tenant.encode(), digest_size=HASH_BYTES, person=b"quire/prefix/1").digest())
 
 
-def block_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of a full block behind the prefix `parent`."""
+def prefix_hash(parent: PrefixHash, token_ids: Sequence[int]) -> PrefixHash:
+    """The hash of the prefix `parent` with one full block behind it."""
     return hash_chain(parent, pack(token_ids), 4 * len(token_ids))[0]
 
 
-def in_group(content: BlockHash, group: int) -> BlockHash:
-    """The name of a block of the same tokens in another group of layers, whose `short` form is another, too; a
-    `block_hash` names the block of group 0. The blocks of a state are further groups, below 2^24."""
+def in_group(prefix: PrefixHash, group: int) -> BlockHash:
+    """The name of the prefix's last block in a group of layers. Names of different groups have different `short` forms.
+    The blocks of a state are further groups, below 2^24."""
     if not group:
-        return content
-    number = int.from_bytes(content[-4:-1], "big") ^ group
-    return BlockHash(content[:-4] + number.to_bytes(3, "big") + content[-1:])
+        return prefix
+    number = int.from_bytes(prefix[-4:-1], "big") ^ group
+    return BlockHash(prefix[:-4] + number.to_bytes(3, "big") + prefix[-1:])
+
+
+def prefix_of(name: BlockHash, group: int) -> PrefixHash:
+    """The prefix whose last block in this group has the name: undoes `in_group`."""
+    return PrefixHash(in_group(PrefixHash(name), group))
 
 
 def pack(token_ids: Sequence[int]) -> bytes:
@@ -62,8 +77,9 @@ def pack(token_ids: Sequence[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
-def hash_chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[BlockHash]:
-    """The hashes of consecutive full blocks behind the prefix `parent`; `packed` has 4 bytes a token."""
+def hash_chain(parent: PrefixHash, packed: bytes, block_bytes: int) -> list[PrefixHash]:
+    """The hashes of the prefixes that end with each of the full blocks in `packed`, which follow the prefix `parent`.
+    `packed` has 4 bytes a token."""
     assert len(packed) % block_bytes == 0, "only full blocks have a hash"
     hashes: list[bytes] = []
     last: bytes = parent
@@ -71,16 +87,16 @@ def hash_chain(parent: BlockHash, packed: bytes, block_bytes: int) -> list[Block
         # A parent has one length, so nothing else is hashed to the same bytes.
         last = blake2b(last + packed[start : start + block_bytes], digest_size=HASH_BYTES).digest()
         hashes.append(last)
-    return cast(list[BlockHash], hashes)
+    return cast(list[PrefixHash], hashes)
 
 
 def hashes_of(data: bytes) -> list[BlockHash]:
-    """Hashes that follow each other in a message. Raises ValueError where the last one is not whole."""
+    """Names that follow each other in a message. Raises ValueError if the last one is not whole."""
     if len(data) % HASH_BYTES:
         raise ValueError(f"{len(data)} bytes are no hashes of {HASH_BYTES} bytes")
     return [BlockHash(data[start : start + HASH_BYTES]) for start in range(0, len(data), HASH_BYTES)]
 
 
-def short(content: BlockHash) -> bytes:
-    """The last SHORT_BYTES of a hash."""
-    return content[-SHORT_BYTES:]
+def short(name: BlockHash) -> bytes:
+    """The last SHORT_BYTES of a name."""
+    return name[-SHORT_BYTES:]

@@ -5,16 +5,15 @@ in the tiers below it."""
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, PrefixHash
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
     """The content of a block: its tokens, the block `parent` before it (None at the start of a prompt), the digest and
-    name of the adapter that computed them (both None for the base model), and its group of layers. The parent's name
-    is the one in group 0."""
+    name of the adapter that computed them (both None for the base model), and its group of layers."""
 
-    parent: BlockHash | None
+    parent: PrefixHash | None
     token_ids: list[int]
     adapter_digest: bytes | None = None
     adapter_name: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from itertools import chain
 
-from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, hash_chain, in_group, pack
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.paging.sequence import SequenceStatus
 from scheduler_svc.core.prefix_index import PrefixIndex
@@ -99,7 +99,7 @@ def _check_seals(scheduler: Scheduler, sequences: list[Sequence], pool: PrefixIn
 
 
 @lru_cache(maxsize=256)
-def _true_names(root: BlockHash, packed: bytes, block_bytes: int, num_groups: int) -> tuple[BlockHash, ...]:
+def _true_names(root: PrefixHash, packed: bytes, block_bytes: int, num_groups: int) -> tuple[BlockHash, ...]:
     """The names in a block table, cached: between two operations few sequences fill a block."""
     hashes = hash_chain(root, packed, block_bytes)
     return tuple(in_group(content, group) for content in hashes for group in range(num_groups))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import Self
 
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group
 from scheduler_svc.core.cache_log import CachedTokens, CacheLog
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import MoveCounts
@@ -120,7 +120,7 @@ class BlockManager(BlockTables[Sequence]):
                 self.pool.free(table)
                 starts.append(self._allocate_one(each, self.cached_start(each).blocks))
             return starts
-        before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
+        before: dict[PrefixHash, SequenceOf[BlockId | None]] = {}
         starts = list[tuple[int, int]]()
         for sequence in sequences:
             shared = [block for block in self._shared(sequence, before) if block is not None]
@@ -214,7 +214,7 @@ class BlockManager(BlockTables[Sequence]):
         return [*shared, *(block for block in blocks if block is not None)]
 
     def _shared(
-        self, sequence: Sequence, before: Mapping[BlockHash, SequenceOf[BlockId | None]]
+        self, sequence: Sequence, before: Mapping[PrefixHash, SequenceOf[BlockId | None]]
     ) -> list[BlockId | None]:
         """The blocks at the start of a sequence that it takes from the sequences `before` it (None for a block that is
         not allocated yet), or else from the cache. The former win: a sequence that may take few cached blocks has its
@@ -248,7 +248,7 @@ class BlockManager(BlockTables[Sequence]):
                 _max_new(self, len(start.blocks), each) for start, each in zip(starts, sequences, strict=True)
             )
             return num_new + _num_held(self, starts) + self.states.size * len(sequences)
-        before: dict[BlockHash, SequenceOf[BlockId | None]] = {}
+        before: dict[PrefixHash, SequenceOf[BlockId | None]] = {}
         hits, needed = set[BlockId](), 0
         for sequence in sequences:
             shared = self._shared(sequence, before)
@@ -396,7 +396,7 @@ class BlockManager(BlockTables[Sequence]):
         """The state of the cache that `blocks_to_allocate` and `blocks_to_swap_in` depend on."""
         return [self.cached_start(sequence).version for sequence in sequences]
 
-    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[PrefixHash]]:
         """The number of cached blocks at the start of the sequence, and the hashes of blocks after them that the
         sequence may take from others: all blocks that the full groups have, and at most `count` more."""
         start = self.cached_start(sequence)
@@ -492,7 +492,7 @@ def _find(
     first: int,
     is_found: Callable[[BlockHash], bool],
     max_blocks: int = sys.maxsize,
-) -> list[BlockHash]:
+) -> list[PrefixHash]:
     """The hashes of the longest start of the sequence, of at most `max_blocks`, whose needed blocks are all found. The
     blocks of the full groups before the logical index `first` are known to be found."""
     hashes = sequence.prefix_hashes.first(first, sequence.token_ids)
@@ -521,7 +521,7 @@ def _add_full_blocks(
     sequence: Sequence,
     table: SequenceOf[BlockId | None],
     num_groups: int,
-    before: dict[BlockHash, SequenceOf[BlockId | None]],
+    before: dict[PrefixHash, SequenceOf[BlockId | None]],
 ) -> None:
     """Adds the full blocks of a sequence with this table, by the hashes of their tokens."""
     for index, content in enumerate(sequence.full_hashes):

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from quire.messages.prefix_hashes import BlockHash, hash_chain, in_group, pack
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, hash_chain, in_group, pack
 from scheduler_svc.core.cache_log import CacheLog
 from scheduler_svc.core.moves import MoveCounts
 from scheduler_svc.core.paging.block_pool import BlockId, BlockPool
@@ -21,17 +21,17 @@ from scheduler_svc.core.paging.block_tables import BlockTableLayout, HostBlocks
 class PrefixHashes:
     """The hashes of a sequence's full blocks, each computed once, on first use."""
 
-    def __init__(self, root: BlockHash, block_size: int) -> None:
+    def __init__(self, root: PrefixHash, block_size: int) -> None:
         """`root` is the `root_hash` of the sequence's tenant and adapter."""
-        self._hashes: list[BlockHash] = []
+        self._hashes: list[PrefixHash] = []
         self._parent = root
         self.block_size = block_size
 
-    def first(self, count: int, token_ids: Sequence[int]) -> list[BlockHash]:
+    def first(self, count: int, token_ids: Sequence[int]) -> list[PrefixHash]:
         """The hashes of the first `count` blocks. `token_ids` fills all of them."""
         return self.between(0, count, token_ids)
 
-    def between(self, first: int, end: int, token_ids: Sequence[int]) -> list[BlockHash]:
+    def between(self, first: int, end: int, token_ids: Sequence[int]) -> list[PrefixHash]:
         """The hashes of the blocks from `first` to before `end`. `token_ids` fills all of them."""
         if end > len(self._hashes):
             self._compute(end, token_ids)
@@ -53,7 +53,7 @@ class PrefixHashes:
 
 
 class BlockNames:
-    """Names of blocks by group of layers, from hashes of their tokens. The first group's blocks have these hashes."""
+    """Names of a prefix's last blocks in each group of layers, and of the checkpoint behind it."""
 
     def __init__(self, layout: BlockTableLayout, state_blocks: int = 0) -> None:
         self._layout = layout
@@ -64,24 +64,24 @@ class BlockNames:
         """The blocks of a state, as further groups."""
         return range(self._layout.num_groups, self._layout.num_groups + self._state_blocks)
 
-    def full(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._layout.num_full)]
+    def full(self, prefix: PrefixHash) -> list[BlockHash]:
+        return [in_group(prefix, group) for group in range(self._layout.num_full)]
 
-    def windowed(self, content: BlockHash) -> list[BlockHash]:
-        return [in_group(content, group) for group in range(self._layout.num_full, self._layout.num_groups)]
+    def windowed(self, prefix: PrefixHash) -> list[BlockHash]:
+        return [in_group(prefix, group) for group in range(self._layout.num_full, self._layout.num_groups)]
 
-    def state(self, content: BlockHash) -> list[BlockHash]:
+    def state(self, prefix: PrefixHash) -> list[BlockHash]:
         """The blocks of the checkpoint behind these tokens."""
-        return [in_group(content, group) for group in self.of_state]
+        return [in_group(prefix, group) for group in self.of_state]
 
-    def needed(self, hashes: Sequence[BlockHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
+    def needed(self, hashes: Sequence[PrefixHash], start: int, num_spare: int = 0) -> Iterator[BlockHash | None]:
         """The names of the entries of a table, for blocks with these hashes and logical indices from `start`, if the
         next token is the first behind them, or begins one of the last `num_spare`; None for entries that no layer
         reads."""
         first = self._layout.first_block_read((start + len(hashes) - num_spare) * self._layout.block_size)
-        for index, content in enumerate(hashes, start):
-            yield from self.full(content)
-            names = self.windowed(content)
+        for index, prefix in enumerate(hashes, start):
+            yield from self.full(prefix)
+            names = self.windowed(prefix)
             yield from names if index >= first else [None] * len(names)
 
 

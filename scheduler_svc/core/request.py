@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple, NewType
 
-from quire.messages.prefix_hashes import BlockHash, root_hash
+from quire.messages.prefix_hashes import PrefixHash, root_hash
 from scheduler_svc.core.beam_search import BeamParameters, num_candidates
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.moves import KvSource
@@ -153,7 +153,7 @@ class Request:
     replaces: Handle | None = None
 
     @property
-    def cache_root(self) -> BlockHash:
+    def cache_root(self) -> PrefixHash:
         """The root of the hashes of its blocks: different tenants, adapters or salts share no blocks."""
         return cache_root(self.tenant, self.adapter, self.cache_salt)
 
@@ -187,7 +187,7 @@ class Request:
         return sampling if index == 0 else replace(sampling, seed=sequence_seed(sampling.seed, index))
 
 
-def cache_root(tenant: str, adapter: Adapter | None, salt: bytes = b"") -> BlockHash:
+def cache_root(tenant: str, adapter: Adapter | None, salt: bytes = b"") -> PrefixHash:
     """The root of the hashes of a tenant's blocks with an adapter and a salt."""
     return root_hash(tenant, None if adapter is None else adapter.digest, salt)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from quire.messages.logprob_columns import LogprobLog
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, PrefixHash
 from scheduler_svc.core.beam_search import BeamSearch, Candidates, Hypothesis
 from scheduler_svc.core.moves import KvSource
 from scheduler_svc.core.paging import sequence as paging
@@ -98,11 +98,11 @@ class Sequence(paging.Sequence):
         return self.max_cached_tokens // self.prefix_hashes.block_size
 
     @property
-    def shareable_hashes(self) -> list[BlockHash]:
+    def shareable_hashes(self) -> list[PrefixHash]:
         return self.prefix_hashes.first(self.num_shareable, self.token_ids)
 
     @property
-    def full_hashes(self) -> list[BlockHash]:
+    def full_hashes(self) -> list[PrefixHash]:
         return self.prefix_hashes.first(self.num_tokens // self.prefix_hashes.block_size, self.token_ids)
 
     def become_fork_of(self, parent: "Sequence") -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import BlockNames, HostMemory, PrefixIndex
@@ -125,7 +125,7 @@ class States:
         return copies
 
     def find(
-        self, hashes: SequenceOf[BlockHash], num_blocks: int, is_whole: Callable[[int], bool]
+        self, hashes: SequenceOf[PrefixHash], num_blocks: int, is_whole: Callable[[int], bool]
     ) -> tuple[int, list[BlockId]]:
         """The longest start of a sequence, of at most `num_blocks` token blocks with these hashes, at whose end there
         is a checkpoint, and the blocks of that; 0 and none if there is none. `is_whole` says whether the other layers
@@ -167,7 +167,7 @@ class States:
             return min(most, num_shared(request, self._config))
         return most
 
-    def to_fetch(self, sequence: Sequence, hashes: SequenceOf[BlockHash], *, is_moved: bool) -> Iterator[BlockHash]:
+    def to_fetch(self, sequence: Sequence, hashes: SequenceOf[PrefixHash], *, is_moved: bool) -> Iterator[BlockHash]:
         """The names of the checkpoint at the end of a start with these hashes. Another replica, from which a sequence
         moves, has one of the last two that it was to make."""
         if self.size and hashes:

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import PrefixHash
 from scheduler_svc.core.request import RequestKey
 
 _MIN_TOKENS, _MIN_SHARE = 256, 1 / 8
@@ -32,8 +32,8 @@ class BlocksUnderway:
         """The maximum number of a row's blocks, after its last sealed one, that are underway."""
         self.min_run = max(1, min(_MIN_TOKENS, int(_MIN_SHARE * token_budget)) // block_size)
         """Minimum number of blocks that are worth waiting for."""
-        self._row_of: dict[BlockHash, int] = {}
-        self._of_row: dict[int, dict[BlockHash, None]] = {}
+        self._row_of: dict[PrefixHash, int] = {}
+        self._of_row: dict[int, dict[PrefixHash, None]] = {}
         # Heaps of the requests that wait for a row, with the number of its blocks that must be sealed first.
         self._waiters: dict[int, list[tuple[int, RequestKey]]] = {}
         self._released: list[RequestKey] = []
@@ -53,7 +53,7 @@ class BlocksUnderway:
         rows, self._unnamed = list(self._unnamed), {}
         return rows
 
-    def items(self) -> list[tuple[BlockHash, int]]:
+    def items(self) -> list[tuple[PrefixHash, int]]:
         """All blocks that are underway, and their rows."""
         return list(self._row_of.items())
 
@@ -74,14 +74,14 @@ class BlocksUnderway:
         """Whether the row has blocks underway."""
         return row in self._of_row
 
-    def begin(self, row: int, hashes: Sequence[BlockHash]) -> None:
+    def begin(self, row: int, hashes: Sequence[PrefixHash]) -> None:
         """The row will compute these blocks as well."""
         own = {content: None for content in hashes if content not in self._row_of}
         if own:
             self._of_row.setdefault(row, {}).update(own)
             self._row_of.update(dict.fromkeys(own, row))
 
-    def sealed(self, row: int, hashes: Sequence[BlockHash]) -> None:
+    def sealed(self, row: int, hashes: Sequence[PrefixHash]) -> None:
         """The row computed these blocks, and they can be hit."""
         own = self._of_row.get(row, {})
         for content in hashes:
@@ -107,7 +107,7 @@ class BlocksUnderway:
             del self._row_of[content]
         self._released += [key for _, key in self._waiters.pop(row, ())]
 
-    def row_of(self, hashes: Sequence[BlockHash]) -> tuple[int | None, int]:
+    def row_of(self, hashes: Sequence[PrefixHash]) -> tuple[int | None, int]:
         """The row that computes the last of these blocks that is underway, and their number up to that one; None and 0
         if none is. Such a row has the blocks before it, too."""
         for count in range(len(hashes), 0, -1):

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.messages.arrays import encode_int32
 from quire.messages.logprob_columns import LogprobColumns
-from quire.messages.prefix_hashes import HASH_BYTES, BlockHash, hash_chain, hashes_of, pack
+from quire.messages.prefix_hashes import HASH_BYTES, BlockHash, PrefixHash, hash_chain, hashes_of, pack
 from quire.scheduler.v1 import recording_pb2
 from scheduler_svc.core.beam_search import BeamParameters, Candidates, EarlyStopping
 from scheduler_svc.core.config import PolicyKind, PreemptionMode, SchedulerConfig
@@ -329,17 +329,17 @@ class HiddenHashes:
     """The hashes of some consecutive blocks of a sequence as the recording has them, of hidden tokens: each is
     computed once, on first use. They follow those `before`, or are the sequence's first."""
 
-    def __init__(self, root: BlockHash, block_size: int, before: "HiddenHashes | None", token_ids: list[int]) -> None:
+    def __init__(self, root: PrefixHash, block_size: int, before: "HiddenHashes | None", token_ids: list[int]) -> None:
         self._root = root
         self._block_size = block_size
         self._before = before
         self._first = 0 if before is None else before.end
         self._token_ids = token_ids
-        self._hashes: list[BlockHash] = []
+        self._hashes: list[PrefixHash] = []
         self.end = self._first + len(token_ids) // block_size
         """The blocks of the sequence up to the last one of these."""
 
-    def of(self, index: int, hider: TokenHider) -> BlockHash:
+    def of(self, index: int, hider: TokenHider) -> PrefixHash:
         """The hash of the sequence's block with this index, which is not behind `end`."""
         part = self
         while index < part._first:
@@ -347,7 +347,7 @@ class HiddenHashes:
             part = part._before
         return part._all(hider)[index - part._first]
 
-    def _all(self, hider: TokenHider) -> list[BlockHash]:
+    def _all(self, hider: TokenHider) -> list[PrefixHash]:
         if not self._hashes:
             parent = self._root if self._before is None else self._before._all(hider)[-1]
             tokens = hidden(hider, self._token_ids, self._first * self._block_size)

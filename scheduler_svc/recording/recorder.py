@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self, TypeVar, cast
 import numpy as np
 
 from quire.messages.arrays import encode_int32
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group
 from quire.rpc.process import command_of, environ_of
 from quire.runtime import entropy
 from quire.runtime.settings import ConfigurationError
@@ -323,9 +323,10 @@ class RecordedScheduler:
     def num_groups(self) -> int:
         return self._core.config.layout.num_groups + self._core.config.state_blocks
 
-    def rename(self, content: BlockHash, hashes: messages.HiddenHashes, index: int, group: int) -> None:
-        """Records that a restored block of a group of layers is number `index` of a sequence with these hashes."""
-        hider, name = self._hider, in_group(content, group)
+    def rename(self, prefix: PrefixHash, hashes: messages.HiddenHashes, index: int, group: int) -> None:
+        """Records that a restored block of a group of layers is number `index` of a sequence whose hidden
+        tokens have these hashes."""
+        hider, name = self._hider, in_group(prefix, group)
         assert hider is not None
         self.restored.discard(name)
         self._put(
@@ -365,7 +366,7 @@ def _describe(describe: Callable[[T | None], Operation], outcome: T | None, rais
 class _ObservedHashes(PrefixHashes):
     """Hashes of a sequence's blocks that report the hashes of restored blocks."""
 
-    def __init__(self, root: BlockHash, block_size: int, recorder: RecordedScheduler) -> None:
+    def __init__(self, root: PrefixHash, block_size: int, recorder: RecordedScheduler) -> None:
         super().__init__(root, block_size)
         self._root = root
         self._recorder = recorder

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from quire.messages.prefix_hashes import BlockHash, in_group, short
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group, prefix_of, short
 from quire.rpc.address import UnixAddress, check_bindable
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
@@ -122,7 +122,7 @@ def _stored(changes: CacheChanges, config: SchedulerConfig) -> Iterator[BlockSto
     if unknown := [_number(content) for content, tokens in changes.stored.items() if tokens is None]:
         yield BlockStored(unknown, None, [], block_size)
     event: BlockStored | None = None
-    last: tuple[BlockHash, int] | None = None
+    last: tuple[PrefixHash, int] | None = None
     for content, tokens in changes.stored.items():
         if tokens is None:
             continue
@@ -138,7 +138,7 @@ def _stored(changes: CacheChanges, config: SchedulerConfig) -> Iterator[BlockSto
                 event = GroupBlockStored(*msgspec.structs.astuple(event), group_idx=tokens.group)
         event.block_hashes.append(_number(content))
         event.token_ids += tokens.token_ids
-        last = in_group(content, tokens.group), tokens.group
+        last = prefix_of(content, tokens.group), tokens.group
     if event is not None:
         yield event
 

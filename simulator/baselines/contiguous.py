@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
-from quire.messages.prefix_hashes import BlockHash
+from quire.messages.prefix_hashes import BlockHash, PrefixHash
 from scheduler_svc.core.config import PolicyKind, SchedulerConfig
 from scheduler_svc.core.kv_cache import BlockManager
 from scheduler_svc.core.paging.block_pool import BlockId
@@ -201,7 +201,7 @@ class ContiguousBlocks(BlockManager):
     def num_cached(self, sequence: Sequence) -> int:
         return 0
 
-    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[BlockHash]]:
+    def next_hashes(self, sequence: Sequence, count: int) -> tuple[int, list[PrefixHash]]:
         return 0, []
 
     def cache_full_blocks(self, sequence: Sequence, first: int, end: int) -> list[tuple[BlockId, BlockHash]]:

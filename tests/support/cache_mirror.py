@@ -1,6 +1,6 @@
 """A prefix cache as a reader of its changes sees it."""
 
-from quire.messages.prefix_hashes import BlockHash, block_hash, in_group, root_hash
+from quire.messages.prefix_hashes import BlockHash, in_group, prefix_hash, root_hash
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens, CacheLog
 from scheduler_svc.core.scheduler import Scheduler
 
@@ -58,6 +58,6 @@ class CacheMirror:
             if tokens is not None:
                 roots = [root_hash(tenant, tokens.adapter_digest) for tenant in self._tenants]
                 parents = roots if tokens.parent is None else [tokens.parent]
-                names = [block_hash(parent, tokens.token_ids) for parent in parents]
+                names = [prefix_hash(parent, tokens.token_ids) for parent in parents]
                 assert content in [in_group(name, tokens.group) for name in names]
             self.blocks[content] = tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, prefix_of
 from scheduler_svc.core import invariants, preparation
 from scheduler_svc.core.beam_search import BeamParameters, BeamSearch, Candidates
 from scheduler_svc.core.config import SchedulerConfig
@@ -504,7 +504,7 @@ class FakeDevice:
             adapter = Adapter(bytes([-1 - tokens.pop(0)])) if tokens[0] < 0 else None
             hashes = (PrefixHashes(cache_root(tenant, adapter), self.block_size) for tenant in reversed(tenants))
             true = (each.first(len(tokens) // self.block_size, tokens)[-1:] for each in hashes)
-            assert [in_group(content, group)] in true, f"block {block} is sealed under the hash of other tokens"
+            assert [prefix_of(content, group)] in true, f"block {block} is sealed under the hash of other tokens"
 
     def _sample(self, row: int) -> int:
         state = self.rows[row]

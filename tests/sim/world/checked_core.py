@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group
 from quire.runtime.clock import monotonic
 from scheduler_svc.core import admission, arrivals, invariants, planner, preparation
 from scheduler_svc.core.admission import Obstacle
@@ -551,7 +551,7 @@ class CheckedScheduler(Scheduler):
             name = sequence.request.request_id
             self._report(AssertionError(f"{name} finds {found} blocks, {longest} of each group are cached"))
 
-    def _state_names(self, hashes: Sequence[BlockHash]) -> set[BlockHash]:
+    def _state_names(self, hashes: Sequence[PrefixHash]) -> set[BlockHash]:
         """The names of the checkpoint behind blocks with these hashes."""
         config = self.config
         num_groups = config.full_groups + config.windowed_groups
@@ -1224,7 +1224,7 @@ class CheckedScheduler(Scheduler):
     _report = staticmethod(report)
 
 
-def _names_of(sequence: CoreSequence, count: int) -> list[BlockHash]:
+def _names_of(sequence: CoreSequence, count: int) -> list[PrefixHash]:
     """The names of its first blocks, of the first group of layers."""
     return sequence.prefix_hashes.first(count, sequence.token_ids)
 

@@ -22,7 +22,7 @@ from gateway.replicas.link import SchedulerLink
 from gateway.replicas.live import LiveRequest
 from gateway.replicas.placements import Placements
 from gateway.replicas.sequence import TokenGapError
-from quire.messages.prefix_hashes import BlockHash, in_group, root_hash
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group, root_hash
 from quire.rpc.errors import FailedPrecondition, QuireError
 from quire.rpc.patience import LAST_LOOK_S
 from quire.runtime.clock import CLOCK
@@ -569,7 +569,7 @@ def watched_errors(is_late: Callable[[], bool]) -> Iterator[None]:
 
     def name(
         prompt: NDArray[np.int32], tenant: str, block_size: int, adapter: bytes | None = None, salt: bytes = b""
-    ) -> list[BlockHash]:
+    ) -> list[PrefixHash]:
         names = hashes_of(prompt, tenant, block_size, adapter, salt)
         token_ids = prompt.tolist()
         if names != PrefixHashes(root_hash(tenant, adapter, salt), block_size).first(len(names), token_ids):

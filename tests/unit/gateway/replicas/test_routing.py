@@ -19,7 +19,7 @@ from gateway.replicas.routing import (
     loads_of,
     prompt_hashes,
 )
-from quire.messages.prefix_hashes import BlockHash, short
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, short
 from quire.messages.replica_role import ReplicaRole
 from quire.rpc.errors import InvalidArgument
 from quire.scheduler.v1 import scheduler_pb2
@@ -136,7 +136,7 @@ def test_round_robin_takes_turns_whatever_the_load():
 
 
 def test_of_a_part_the_last_block_that_is_told_counts():
-    hashes = [BlockHash(bytes(31) + bytes([end])) for end in (1, 4, 3, 8, 1, 12, 2)]
+    hashes = [PrefixHash(BlockHash(bytes(31) + bytes([end]))) for end in (1, 4, 3, 8, 1, 12, 2)]
     cached = CachedBlocks()
     cached.update(scheduler_pb2.CacheUpdate(stored=b"".join(short(hashes[index]) for index in (1, 3)), sampling_bits=2))
     assert cached.find(hashes) == Found(4)

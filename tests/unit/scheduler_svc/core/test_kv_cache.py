@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.messages.prefix_hashes import BlockHash, block_hash, root_hash
+from quire.messages.prefix_hashes import BlockHash, prefix_hash, root_hash
 from scheduler_svc.core.kv_cache import VictimTables
 from scheduler_svc.core.paging.block_pool import BlockId
 from scheduler_svc.core.prefix_index import PrefixHashes, PrefixIndex
@@ -109,13 +109,13 @@ def test_a_shared_block_counts_as_free_with_the_last_of_its_holders_that_leaves(
 
 def test_hashes_chain_over_tenant_parent_and_tokens():
     hashes = {
-        block_hash(root_hash("a"), [1, 2]),
-        block_hash(root_hash("b"), [1, 2]),
-        block_hash(root_hash("a"), [2, 1]),
-        block_hash(block_hash(root_hash("a"), [1, 2]), [1, 2]),
+        prefix_hash(root_hash("a"), [1, 2]),
+        prefix_hash(root_hash("b"), [1, 2]),
+        prefix_hash(root_hash("a"), [2, 1]),
+        prefix_hash(prefix_hash(root_hash("a"), [1, 2]), [1, 2]),
     }
     assert len(hashes) == 4
-    assert block_hash(root_hash("a"), np.array([1, 2]).tolist()) in hashes
+    assert prefix_hash(root_hash("a"), np.array([1, 2]).tolist()) in hashes
 
 
 LONG_PROMPT = [1 + index % 40 for index in range(1000)]

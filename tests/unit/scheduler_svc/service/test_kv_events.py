@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from quire.messages.prefix_hashes import BlockHash, in_group
+from quire.messages.prefix_hashes import BlockHash, PrefixHash, in_group
 from scheduler_svc.core.cache_log import CacheChanges, CachedTokens
 from scheduler_svc.service import kv_events
 from scheduler_svc.service.kv_events import KvEventPublisher
@@ -88,7 +88,7 @@ async def test_blocks_in_host_memory_have_the_medium_cpu() -> None:
 
 @pytest.mark.parametrize("format_", ["array", "map"])
 async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_asked_for(format_: str) -> None:
-    name = [BlockHash(bytes([number]) * 32) for number in range(4)]
+    name = [PrefixHash(BlockHash(bytes([number]) * 32)) for number in range(4)]
     number = [int.from_bytes(each[-8:], "big") for each in name]
     to_disk = CacheChanges(False, [], {}, [name[0]], [name[1]])
     both = CacheChanges(False, [name[2]], {name[3]: CachedTokens(name[0], [1, 2, 3, 4])}, [name[2]], [name[3]])
@@ -115,7 +115,8 @@ async def test_blocks_on_disk_have_a_medium_of_their_own_and_only_where_that_is_
 @pytest.mark.parametrize("format_", ["array", "map"])
 async def test_blocks_of_groups_of_layers_are_chains_of_their_own_with_the_number_of_the_group(format_: str) -> None:
     publisher, socket = make_publisher(kv_events_format=format_)
-    names, tokens = [BlockHash(bytes([7 * number]) * 32) for number in (1, 2)], ([1, 2, 3, 4], [5, 6, 7, 8])
+    names = [PrefixHash(BlockHash(bytes([7 * number]) * 32)) for number in (1, 2)]
+    tokens = ([1, 2, 3, 4], [5, 6, 7, 8])
     stored: dict[BlockHash, CachedTokens | None] = {
         in_group(name, group): CachedTokens(parent, each, group=group)
         for group in range(2)
