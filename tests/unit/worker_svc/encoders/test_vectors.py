@@ -13,10 +13,10 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from kernels.packed_weight import Quantization
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import Quantization
 from tests.support.embedding_models import FAMILIES, RANKERS, Modules, make_embedding_model, make_ranking_model
 from tests.support.tiers import parametrize_in_turn
 from worker_svc.encoders.encoder import PackedTexts
