@@ -53,13 +53,13 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends cmake g++ make \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY kernels/cpu/CMakeLists.txt ./
-COPY kernels/cpu/attention attention
-COPY kernels/cpu/product product
-COPY kernels/cpu/runtime runtime
-COPY kernels/cpu/sampling sampling
-COPY kernels/cpu/states states
-COPY kernels/cpu/vec vec
+COPY quire_kernels/cpu/CMakeLists.txt ./
+COPY quire_kernels/cpu/attention attention
+COPY quire_kernels/cpu/product product
+COPY quire_kernels/cpu/runtime runtime
+COPY quire_kernels/cpu/sampling sampling
+COPY quire_kernels/cpu/states states
+COPY quire_kernels/cpu/vec vec
 # The instruction sets, such as "avx512;avx2": each takes a minute to compile. Empty: all.
 ARG KERNEL_ISAS=
 RUN cmake -S . -B build ${KERNEL_ISAS:+-DQUIRE_ISAS="$KERNEL_ISAS"} \

@@ -50,7 +50,7 @@ endif
 TRITON_CLIENT := $(VENV)/triton-client
 TRITON_CLIENT_INSTALLED := $(TRITON_CLIENT)/.quire-installed
 PROTOS := $(shell find protos -name '*.proto')
-CPU_KERNELS := $(wildcard kernels/cpu/*/*.cpp kernels/cpu/*/*.h kernels/cpu/CMakeLists.txt)
+CPU_KERNELS := $(wildcard quire_kernels/cpu/*/*.cpp quire_kernels/cpu/*/*.h quire_kernels/cpu/CMakeLists.txt)
 
 CHECKS := check-format check-lint check-types check-imports check-clocks check-words check-protos check-api-docs \
 	check-code-map check-site check-compose check-kubernetes
@@ -213,7 +213,7 @@ code-map: setup ## write docs/internals/code.md from the docstrings of modules
 clean: ## remove everything that make created
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find quire -name '*_pb2*.py*' -delete
-	rm -f kernels/cpu/libquire_cpu.so
+	rm -f quire_kernels/cpu/libquire_cpu.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

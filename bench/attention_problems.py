@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.reference import ScoreRule
+from quire_kernels.reference import ScoreRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """Arguments of `kernels.ops.paged_attention`; `rows` are (new tokens, context length)."""
+    """Arguments of `quire_kernels.ops.paged_attention`; `rows` are (new tokens, context length)."""
 
     rows: tuple[tuple[int, int], ...]
     query: torch.Tensor

@@ -19,10 +19,10 @@ from bench.in_process import InProcessEngine
 from bench.kernels import Contestants, make_decode, measure
 from bench.models import write_model
 from bench.report import Series, write_results
-from kernels import ops
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library
 from quire.load import fixed, take
+from quire_kernels import ops
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library
 from worker_svc.settings import WorkerSettings
 
 _LAYERS, _MODEL = 12, Heads(12, 12, 64)

@@ -34,10 +34,10 @@ from bench.kernels import make_products, measure, products_of
 from bench.models import write_model
 from bench.report import Series, add_results
 from bench.stages import Passes
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library
-from kernels.packed_weight import Quantization
 from quire.load import LoadRequest, fixed, take
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library
+from quire_kernels.packed_weight import Quantization
 from scheduler_svc.core.config import PolicyKind
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step import StepPlan

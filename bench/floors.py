@@ -26,13 +26,13 @@ from bench.peak import Peak
 from bench.report import Series, add_results
 from bench.serving import send_at_once
 from bench.stages import Passes
-from kernels.cpu.bindings import ProductShape
-from kernels.cpu.library import Operation
-from kernels.packed_weight import Quantization
-from kernels.recording import Recording, record
 from quire.load import fixed, take
 from quire.service.model_flag import ModelFlag
 from quire_cli.supervisor import LocalServer, ServeSettings
+from quire_kernels.cpu.bindings import ProductShape
+from quire_kernels.cpu.library import Operation
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.recording import Recording, record
 from worker_svc.models.base import NativeCausalLM
 from worker_svc.models.registry import load_model
 

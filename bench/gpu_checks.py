@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from bench.attention_problems import Heads, expected_attention, make_problem
-from kernels import cuda, reference
-from kernels.cuda import coded, fp8
-from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
-from kernels.reference import ScoreRule
+from quire_kernels import cuda, reference
+from quire_kernels.cuda import coded, fp8
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
+from quire_kernels.reference import ScoreRule
 
 # Relative errors (of a token's norm) up to these are rounding.
 LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from bench.attention_problems import Heads, make_problem
 from bench.gpu_checks import make_weights
-from kernels import cuda
-from kernels.cuda import coded
-from kernels.cuda.attention import (
+from quire_kernels import cuda
+from quire_kernels.cuda import coded
+from quire_kernels.cuda.attention import (
     DecodeTiling,
     PrefillTiling,
     decode_attention,
@@ -22,9 +22,9 @@ from kernels.cuda.attention import (
     prefill_attention,
     prefill_tiling,
 )
-from kernels.cuda.tiles import PagedBatch
-from kernels.packed_weight import Quantization
-from kernels.reference import ScoreRule
+from quire_kernels.cuda.tiles import PagedBatch
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.reference import ScoreRule
 
 DTYPE = torch.bfloat16
 HEADS = Heads(query=32, kv=8, size=128)

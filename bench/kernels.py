@@ -19,12 +19,12 @@ from torch.nn import functional
 from bench.attention_problems import AttentionProblem, Heads, make_problem
 from bench.models import SHAPES
 from bench.report import Series, write_results
-from kernels import reference
-from kernels.backends import Implementation
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library
-from kernels.packed_weight import Quantization
-from kernels.reference import ScoreRule
+from quire_kernels import reference
+from quire_kernels.backends import Implementation
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.reference import ScoreRule
 
 _BLOCK_SIZE = 16
 _MEGABYTES = 256

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kernels.cpu.library import available_isas
+from quire_kernels.cpu.library import available_isas
 
 _SOURCE = Path(__file__).with_name("peak.c")
 _FLAGS = {

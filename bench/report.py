@@ -91,7 +91,7 @@ def _commit() -> str | None:
 def _instruction_set() -> str | None:
     """The instruction set that the CPU kernels use; None if they were not built."""
     # Imports torch, which most measurements must not have in memory while they run.
-    from kernels.cpu.library import LibraryUnavailableError, available_isas
+    from quire_kernels.cpu.library import LibraryUnavailableError, available_isas
 
     try:
         return available_isas()[0]

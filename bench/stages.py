@@ -19,13 +19,13 @@ import torch
 from bench.models import write_model
 from bench.peak import Peak
 from bench.report import Series, write_results
-from kernels import ops
-from kernels.checks import dtype_written_to
-from kernels.cpu.bindings import ProductShape
-from kernels.cpu.library import Operation
-from kernels.packed_weight import Quantization
-from kernels.recording import RecordedCall, Recording, record
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.checks import dtype_written_to
+from quire_kernels.cpu.bindings import ProductShape
+from quire_kernels.cpu.library import Operation
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.recording import RecordedCall, Recording, record
 from worker_svc.device.kv_pool import PoolRequest, allocate_pool, pool_geometry
 from worker_svc.device.replay import room_for
 from worker_svc.models.base import NativeCausalLM

@@ -35,7 +35,7 @@ from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.model_source import resolve_model
 assert pathlib.Path(quire.client.__file__).is_relative_to(sys.prefix), quire.client.__file__
 assert ModelDirectory.open(resolve_model(None)).architecture == "LlamaForCausalLM"
-library = pathlib.Path(importlib.util.find_spec("kernels").origin).parent / "cpu" / "libquire_cpu.so"
+library = pathlib.Path(importlib.util.find_spec("quire_kernels").origin).parent / "cpu" / "libquire_cpu.so"
 assert not sys.argv[1:] or ctypes.CDLL(str(library)) is not None
 assert "torch" not in sys.modules
 """
@@ -80,13 +80,22 @@ def check_contents(wheel: Path) -> None:
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         headers = HeaderParser().parsestr(archive.read(metadata).decode())
     for needed in (
-        "kernels/cpu/libquire_cpu.so",
+        "quire_kernels/cpu/libquire_cpu.so",
         "quire/assets/quire-tiny/model.safetensors",
         "quire/gateway/v1/generation_pb2.py",
         "quire/py.typed",
     ):
         assert needed in names, f"{wheel.name} lacks {needed}"
-    ours = {"quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_torture", "quire_cli"}
+    ours = {
+        "quire",
+        "gateway",
+        "scheduler_svc",
+        "worker_svc",
+        "quire_kernels",
+        "simulator",
+        "quire_torture",
+        "quire_cli",
+    }
     strange = {name.split("/")[0] for name in names} - ours
     assert all(".dist-info" in name or ".libs" in name for name in strange), strange
     assert headers["Description-Content-Type"] == "text/markdown"

@@ -11,7 +11,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "internals" / "code.md"
-PACKAGES = ("scheduler_svc", "gateway", "worker_svc", "kernels", "quire", "quire_cli", "simulator", "quire_torture")
+PACKAGES = (
+    "scheduler_svc",
+    "gateway",
+    "worker_svc",
+    "quire_kernels",
+    "quire",
+    "quire_cli",
+    "simulator",
+    "quire_torture",
+)
 NOTICE = "<!-- The rest is made by tools/generate_code_map.py (make code-map) from docstrings. Do not edit it. -->\n"
 WIDTH = 120
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from kernels import reference
-from kernels.backends import fastest_for
-from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
 from quire.runtime.finding import Finding, Verdict
+from quire_kernels import reference
+from quire_kernels.backends import fastest_for
+from quire_kernels.cpu.library import Library, LibraryUnavailableError, available_isas
 
 _GIB = 1 << 30
 

@@ -37,7 +37,7 @@ _SAMPLING = RowSampling(
     rules=LogitRules(presence_penalty=0.5, repetition_penalty=1.1, bad_sequences=(np.zeros(2, np.int32),)),
 )
 _PLAIN_SAMPLING = RowSampling(SamplingParameters(temperature=1.0, top_p=1.0))
-# On a GPU, attention always cuts a longer context into pieces (`kernels.cuda.attention`), by kernels of its own.
+# On a GPU, attention always cuts a longer context into pieces (`quire_kernels.cuda.attention`), by kernels of its own.
 _CUT_LENGTH = 2049
 _MEASURED_S, _MEASURED_LARGE_S, _MAX_MEASURED = 0.1, 0.02, 40
 """Seconds of measuring passes again, up to `_ROWS_MEASURED` rows and above that, and the maximum repetitions."""

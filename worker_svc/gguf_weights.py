@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding
 from quire.model_files.gguf_header import GgufFields, GgufHeader, GgufTensor
 from quire.runtime.processors import num_processors
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Coding
 from worker_svc.gguf_names import (
     BY_KEY,
     BY_VALUE,

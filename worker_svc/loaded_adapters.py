@@ -19,8 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
-from kernels.cpu.library import LibraryUnavailableError, find_open_mp
-from kernels.low_rank import LowRank
 from quire.model_files.adapter_files import (
     PICKLED,
     AdaptedModule,
@@ -32,6 +30,8 @@ from quire.model_files.adapter_files import (
 )
 from quire.model_files.model_directory import name_within
 from quire.runtime import clock
+from quire_kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from quire_kernels.low_rank import LowRank
 from worker_svc.layers.experts import Experts
 from worker_svc.layers.latent_attention import LatentProjections
 from worker_svc.layers.linear import Linear

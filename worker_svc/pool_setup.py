@@ -6,11 +6,11 @@ from dataclasses import astuple, replace
 import torch
 
 import quire
-from kernels import ops
 from quire.rpc.address import is_local
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
+from quire_kernels import ops
 from worker_svc.device.disk_tier import BlockFile, DiskFailsError, DiskTier, file_of_rank, remove_files_of_more_ranks
 from worker_svc.device.kv_pool import KvPool, PoolRequest, allocate_pool, block_bytes, pool_geometry
 from worker_svc.device.layer_cut import LayerCut, cut_layers

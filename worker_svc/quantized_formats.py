@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Coding
 from worker_svc.quantized_module import FLOATS, INTEGERS, Block, Configuration, Module, QuantizedWeight
 from worker_svc.weights import StoredTensor
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding, GroupScales
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales
 from worker_svc.weights import StoredTensor
 
 FLOATS, INTEGERS = ("F32", "BF16", "F16"), ("I32", "I64")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from kernels.packed_weight import CodedWeight, Coding, GroupScales
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales
 from worker_svc.quantized_formats import OF_OCTETS, awq, gptq, nvfp4, octets, of_octets
 from worker_svc.quantized_module import FLOATS, Block, Configuration, ExpandedWeight, Module, QuantizedWeight
 from worker_svc.weights import StoredTensor

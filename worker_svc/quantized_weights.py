@@ -11,9 +11,9 @@ that answers are closer to the original model's; the log says so.
 import logging
 from collections.abc import Callable, Mapping
 
-from kernels.packed_weight import CodedWeight, Coding
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Coding
 from worker_svc.quantized_formats import (
     MXFP4_GROUP,
     OF_OCTETS,

@@ -11,9 +11,6 @@ from functools import partial
 
 import torch
 
-from kernels import ops
-from kernels.cpu.library import LibraryUnavailableError, find_open_mp
-from kernels.packed_weight import Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.adapter_files import MAX_RANK, MAX_RANK_ON_GPU
 from quire.model_files.architectures import ENCODERS, RANKERS
@@ -35,6 +32,9 @@ from quire.runtime import clock
 from quire.runtime.processors import cores, num_processors
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import UNKNOWN_MODEL, ModelFingerprint
+from quire_kernels import ops
+from quire_kernels.cpu.library import LibraryUnavailableError, find_open_mp
+from quire_kernels.packed_weight import Quantization
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.device.pool_blocks import PoolBlocks
 from worker_svc.device.pool_file import KvNamespace

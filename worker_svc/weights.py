@@ -16,11 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from kernels.packed_weight import CodedWeight, Quantization
 from quire.model_files.gguf_header import SUFFIX as GGUF_SUFFIX
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import ModelDirectory, name_within, weight_files
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Quantization
 from worker_svc.gguf_weights import gguf_weights
 from worker_svc.parallel.ranks import ALONE, Ranks
 

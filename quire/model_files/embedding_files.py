@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from quire.model_files.architectures import ARCHITECTURES, ENCODERS, RANKERS
 from quire.model_files.gguf_header import GgufHeader
-from quire.model_files.model_directory import EMBEDDING_MODULES, TRANSFORMER_SETTINGS, ModelDirectory
+from quire.model_files.model_directory import EMBEDDING_MODULES, TRANSFORMER_SETTINGS, ModelDirectory, module_kinds
 from quire.runtime.settings import ConfigurationError
 
 # In the order in which several are joined.
@@ -33,7 +33,6 @@ _SETTINGS, _PROMPTS = "config_sentence_transformers.json", "prompts"
 _TYPES = "token_type_ids"
 # The inputs that tokenizers of transformers give a model, if tokenizer_config.json does not list them.
 _INPUTS = {name: [_TYPES] for name in ("BertTokenizer", "BertTokenizerFast")}
-_OWN_MODULES = "sentence_transformers."
 _OUTPUT = "sentence_embedding"
 # By model_type: names of fields of config.json, and the names that most encoders have for them.
 _OTHER_NAMES = {
@@ -103,7 +102,14 @@ class Normalize:
     """Scales a vector to the length 1."""
 
 
-Module = Pooling | Dense | Normalize
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """Keeps the first numbers of a vector."""
+
+    size: int
+
+
+Module = Pooling | Dense | Normalize | Truncate
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,15 +141,14 @@ class EmbeddingFiles:
     def read(cls, directory: ModelDirectory) -> Self:
         """The files of any model. Raises as `of`."""
         path = directory.path
-        listed = _read(path / EMBEDDING_MODULES)
-        if listed is None:
+        kinds = module_kinds(path)
+        if not kinds:
             return cls((Pooling(("mean",)),))
-        if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
-            raise ConfigurationError(f"{path / EMBEDDING_MODULES} is no list of modules")
+        settings = _settings(path, "SentenceTransformer")
         modules: list[Module] = []
         max_tokens = None
-        for each in listed:
-            kind, folder = _kind(each), _folder(path, each.get("path"))
+        for kind, each in zip(kinds, _read(path / EMBEDDING_MODULES), strict=True):
+            folder = _folder(path, each.get("path"))
             match kind:
                 case "Transformer":
                     if folder.resolve() != path.resolve():
@@ -166,14 +171,9 @@ class EmbeddingFiles:
                     )
         if not modules or not isinstance(modules[0], Pooling):
             raise ConfigurationError(f"{path / EMBEDDING_MODULES} has no Pooling directly behind the Transformer")
-        settings = _read(path / _SETTINGS) or {}
-        prompts = settings.get(_PROMPTS) or {}
-        if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-            raise ConfigurationError(f"{path / _SETTINGS}: {_PROMPTS} must be texts by their names")
-        default = settings.get("default_prompt_name")
-        if default is not None and default not in prompts:
-            raise ConfigurationError(f"{path / _SETTINGS}: default_prompt_name is {default!r:.80}, which is no prompt")
-        return cls(tuple(modules), max_tokens, prompts, default)
+        if settings.get("truncate_dim") is not None:
+            modules.append(Truncate(_size(path / _SETTINGS, settings, "truncate_dim")))
+        return cls(tuple(modules), max_tokens, *_prompts(path, settings))
 
     def size(self, hidden_size: int) -> int:
         """The length of the vectors of an encoder with hidden states of this size."""
@@ -189,6 +189,8 @@ class EmbeddingFiles:
                             f"{size} numbers"
                         )
                     size = module.out_features
+                case Truncate(most):
+                    size = min(size, most)
                 case Normalize():
                     pass
         return size
@@ -225,10 +227,13 @@ class RankingFiles:
         inputs = directory.tokenizer_config.get("model_input_names")
         if not isinstance(inputs, list):
             inputs = _INPUTS.get(str(directory.tokenizer_config.get("tokenizer_class")), [])
+        path = directory.path
+        prompts, default = _prompts(path, _settings(path, "CrossEncoder"))
         return cls(
             _activation_of_scores(directory),
-            _longest(directory),
+            _max_tokens(path) or _longest(directory),
             directory.id_of_named("sep_token") if _TYPES in inputs else None,
+            prompt="" if default is None else prompts[default],
         )
 
 
@@ -284,25 +289,23 @@ def _of_decoder(directory: ModelDirectory) -> EmbeddingFiles | RankingFiles | No
     path, longest = directory.path, _longest(directory)
     if directory.gguf is not None:
         return _of_gguf(path, directory.gguf.metadata)
-    listed = _read(path / EMBEDDING_MODULES)
-    if listed is None:
+    kinds = module_kinds(path)
+    if not kinds:
         if not _is_of(directory, "ForSequenceClassification"):
             return None
         _check_is_causal(directory)
         return RankingFiles(_activation_of_scores(directory), longest, has_template=directory.chat_template is not None)
     _check_is_causal(directory)
-    kinds = [_kind(each) for each in listed if isinstance(each, dict)]
     settings = _transformer_settings(path)
     modalities = settings.get("modality_config") or {}
-    has_head = kinds == ["Transformer"] and _is_of(directory, "ForSequenceClassification")
-    if has_head or kinds == ["Transformer", "LogitScore"]:
-        given = _read(path / _SETTINGS) or {}
-        answers = _answers(_config(_folder(path, listed[1].get("path")))) if len(kinds) > 1 else ()
-        prompt = (given.get(_PROMPTS) or {}).get(given.get("default_prompt_name")) or ""
+    has_head = kinds == ("Transformer",) and _is_of(directory, "ForSequenceClassification")
+    if has_head or kinds == ("Transformer", "LogitScore"):
+        folders = [_folder(path, each.get("path")) for each in _read(path / EMBEDDING_MODULES)]
+        answers = _answers(_config(folders[1])) if len(kinds) > 1 else ()
+        prompts, default = _prompts(path, _settings(path, "CrossEncoder"))
+        prompt = "" if default is None else prompts[default]
         longest = _max_tokens(path) or longest
-        return RankingFiles(
-            _activation_of_scores(directory), longest, None, answers, "message" in modalities, str(prompt)
-        )
+        return RankingFiles(_activation_of_scores(directory), longest, None, answers, "message" in modalities, prompt)
     files = EmbeddingFiles.read(directory)
     if "message" in modalities:
         raise ConfigurationError(
@@ -425,10 +428,28 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def _kind(module: Mapping[str, Any]) -> str:
-    """The class of a module of sentence-transformers; of another package, with its module."""
-    named = str(module.get("type"))
-    return named.rpartition(".")[2] if named.startswith(_OWN_MODULES) else named
+def _settings(path: Path, kind: str) -> Mapping[str, Any]:
+    """config_sentence_transformers.json of a model of the class `kind`; empty if there is none. Raises
+    ConfigurationError if it is of another class: its modules have another meaning."""
+    settings = _read(path / _SETTINGS) or {}
+    if not isinstance(settings, dict):
+        raise ConfigurationError(f"{path / _SETTINGS} is no object")
+    if (given := settings.get("model_type") or kind) != kind:
+        raise ConfigurationError(
+            f"{path / _SETTINGS}: model_type is {given!r:.80}, and modules as in {EMBEDDING_MODULES} are supported for "
+            f"{kind} only"
+        )
+    return settings
+
+
+def _prompts(path: Path, settings: Mapping[str, Any]) -> tuple[Mapping[str, str], str | None]:
+    """The prompts by their names, and the name of the default. Raises ConfigurationError."""
+    prompts, default = settings.get(_PROMPTS) or {}, settings.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigurationError(f"{path / _SETTINGS}: {_PROMPTS} must be texts by their names")
+    if default is not None and default not in prompts:
+        raise ConfigurationError(f"{path / _SETTINGS}: default_prompt_name is {default!r:.80}, which is no prompt")
+    return prompts, default
 
 
 def _transformer_settings(folder: Path) -> Mapping[str, Any]:
@@ -488,16 +509,17 @@ def _check_is_of_vectors(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _dense(folder: Path, config: Mapping[str, Any]) -> Dense:
-    in_features, out_features = (_size(folder, config, name) for name in ("in_features", "out_features"))
+    file = folder / "config.json"
+    in_features, out_features = (_size(file, config, name) for name in ("in_features", "out_features"))
     _check_is_of_vectors(folder, config)
-    activation = _activation(folder / "config.json", config.get("activation_function", "torch.nn.Tanh"))
+    activation = _activation(file, config.get("activation_function", "torch.nn.Tanh"))
     return Dense(folder, in_features, out_features, config.get("bias") is not False, activation)
 
 
-def _size(folder: Path, config: Mapping[str, Any], name: str) -> int:
+def _size(file: Path, config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1 << 20:
-        raise ConfigurationError(f"{folder / 'config.json'}: {name} is {value!r:.80}; expected 1 to {(1 << 20) - 1:,}")
+        raise ConfigurationError(f"{file}: {name} is {value!r:.80}; expected 1 to {(1 << 20) - 1:,}")
     return value
 
 

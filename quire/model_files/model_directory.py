@@ -98,7 +98,8 @@ OLDER_QUANTIZATIONS = {"quantize_config.json": "gptq", "quant_config.json": "awq
 """Files of older tools in place of quantization_config of config.json, each with its quantization method."""
 
 EMBEDDING_MODULES = "modules.json"
-"""A file that sentence-transformers writes to directories of models that give embeddings."""
+"""A file that sentence-transformers writes to directories of models that give embeddings or scores."""
+_OWN_MODULES, _TRANSFORMER, _OF_RANKERS = "sentence_transformers.", "Transformer", "ForSequenceClassification"
 
 _SETTINGS_OF = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 TRANSFORMER_SETTINGS = tuple(f"sentence_{each}_config.json" for each in _SETTINGS_OF)
@@ -147,6 +148,12 @@ class ModelDirectory:
         if not path.is_dir():
             raise not_a_directory(path)
         config = _read_json(path / "config.json")
+        modules = module_kinds(path)
+        if modules and modules[0] != _TRANSFORMER and not (config or {}).get("architectures"):
+            raise ConfigurationError(
+                f"{path / EMBEDDING_MODULES} begins with a module of the type {modules[0]:.80}, which is not "
+                f"supported; it must begin with {_TRANSFORMER}, whose files are in the directory itself"
+            )
         if config is None:
             raise ConfigurationError(f"model directory {path} has no config.json; {_EXPECTED}")
         # MLX writes its own form under both names.
@@ -358,12 +365,36 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
+def module_kinds(path: Path) -> tuple[str, ...]:
+    """The classes of the modules in modules.json, with their package unless that is sentence-transformers; empty if
+    there is no such file. Raises ConfigurationError if it is malformed."""
+    try:
+        listed = _parsed(path / EMBEDDING_MODULES)
+    except FileNotFoundError:
+        return ()
+    if not isinstance(listed, list) or not listed or not all(isinstance(each, dict) for each in listed):
+        raise ConfigurationError(f"{path / EMBEDDING_MODULES} is no list of modules")
+    named = [str(each.get("type")) for each in listed]
+    return tuple(each.rpartition(".")[2] if each.startswith(_OWN_MODULES) else each for each in named)
+
+
 def _read_json(file: Path) -> dict[str, Any] | None:
     """The object in the file; None if there is no file."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = _parsed(file)
     except FileNotFoundError:
         return None
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{file} is not a JSON object")
+    return content
+
+
+def _parsed(file: Path) -> Any:
+    """The content of the file. Raises FileNotFoundError, and ConfigurationError if it cannot be read otherwise."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
     except RecursionError as error:
@@ -371,9 +402,6 @@ def _read_json(file: Path) -> dict[str, Any] | None:
     except ValueError as error:
         check_no_pointer(file)
         raise ConfigurationError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{file} is not a JSON object")
-    return content
 
 
 def _older_quantization(path: Path, config: Mapping[str, Any]) -> Any:
@@ -422,7 +450,10 @@ def _architecture(path: Path, config: Mapping[str, Any]) -> tuple[str, str | Non
         return ARCHITECTURES[kind], None
     # Directories of sentence-transformers may name the class of a pretrained encoder, such as BertForMaskedLM.
     is_decoder = not set(names).isdisjoint(SUPPORTED_ARCHITECTURES)
-    has_modules = (path / EMBEDDING_MODULES).is_file() and not is_decoder
+    modules = module_kinds(path)
+    # A cross-encoder has no further module.
+    is_ranker = modules == (_TRANSFORMER,) and all(name.endswith(_OF_RANKERS) for name in names)
+    has_modules = bool(modules) and not is_decoder and not is_ranker
     for encoder, of_type in ENCODERS.items():
         if kind == of_type and (encoder in names or has_modules):
             return encoder, None

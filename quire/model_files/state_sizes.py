@@ -9,7 +9,7 @@ from typing import Any
 
 _COLUMNS, _FLOAT_BYTES, _ALIGNMENT, _BLOCKS_OF_STATE = 16, 4, 64, 512
 """Columns of a tile, bytes of an element, the alignment of blocks, and the most blocks of a state without attention, as
-in `kernels.states` and the worker's pool."""
+in `quire_kernels.states` and the worker's pool."""
 
 _STATES = ("linear_attention", "conv", "mamba")
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}

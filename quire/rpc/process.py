@@ -28,7 +28,7 @@ STANDBY = "QUIRE_STANDBY"
 """The environment of a process that waits for its turn has this variable (`stand_by`)."""
 _STANDBY_NAME, _SERVING_NAME = "quire-standby", "quire"
 _STDIN = 0
-_OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "quire_cli")
+_OUR_PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "quire_kernels", "quire_cli")
 # Distributions that are not named as their modules are.
 _DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq"}
 _REQUIREMENT_OF_EXTRA = re.compile(r"(?P<name>[\w.-]+).*extra == ['\"](?P<extra>\w+)['\"]")

@@ -11,7 +11,7 @@ IMAGES = {"worker-cpu": "quire-worker-cpu", "scheduler": "quire-scheduler", "gat
 CONTENTS = """
 import importlib.util, json, pathlib
 found = lambda name: importlib.util.find_spec(name) is not None
-kernels = pathlib.Path(importlib.util.find_spec("kernels").origin).parent / "cpu" / "libquire_cpu.so"
+kernels = pathlib.Path(importlib.util.find_spec("quire_kernels").origin).parent / "cpu" / "libquire_cpu.so"
 print(json.dumps({"torch": found("torch"), "pip": found("pip"), "kernels": kernels.exists()}))
 """
 

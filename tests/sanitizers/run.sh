@@ -15,7 +15,7 @@ for sanitizers in ${SANITIZERS:-address,undefined thread}; do
   cmake --build "$build" --target quire_cpu --parallel "$(nproc)"
   # AddressSanitizer intercepts torch's C++ exceptions, which takes libstdc++ from the start.
   runtimes="$(g++ -print-file-name="lib${sanitizers:0:1}san.so") $(g++ -print-file-name=libstdc++.so.6)"
-  environment=(QUIRE_TEST_CPU_LIBRARY="$PWD/$build/kernels/cpu/libquire_cpu.so" ASAN_OPTIONS=detect_leaks=0
+  environment=(QUIRE_TEST_CPU_LIBRARY="$PWD/$build/quire_kernels/cpu/libquire_cpu.so" ASAN_OPTIONS=detect_leaks=0
     UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=halt_on_error=1:ignore_noninstrumented_modules=1)
   if [ "$sanitizers" = thread ]; then
     g++ -std=c++20 -O1 -g -fPIC -shared -fsanitize=thread tests/sanitizers/open_mp.cpp -o "$build/libgomp_threads.so"

@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 import torch
 
-from kernels.packed_weight import CodedWeight, Coding, GroupScales
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales
 
 _FLOAT16_AT = {Coding.Q6_K: (208,), **dict.fromkeys((Coding.Q4_K, Coding.Q5_K, Coding.Q4_1, Coding.Q5_1), (0, 2))}
 """Byte offsets of the float16 numbers of a group, if it is not one number at its beginning."""

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops, reference
-from kernels.backends import Implementation
-from kernels.cpu import library
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library, LibraryUnavailableError, available_isas
+from quire_kernels import ops, reference
+from quire_kernels.backends import Implementation
+from quire_kernels.cpu import library
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library, LibraryUnavailableError, available_isas
 from tests.support.emulated_amx import EMULATED_AMX, emulated_library
 from tests.support.pairwise import pairwise
 

@@ -48,7 +48,7 @@ def emulated_library() -> Path:
         for command in (configure, ("cmake", "--build", str(_BUILD), "--target", "quire_cpu", "--parallel", "2")):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout + done.stderr
-    return _BUILD / "kernels" / "cpu" / "libquire_cpu.so"
+    return _BUILD / "quire_kernels" / "cpu" / "libquire_cpu.so"
 
 
 def counts_of_this_thread() -> Counts:

@@ -21,7 +21,7 @@ def main() -> None:
     with placed_threads(WorkerSettings(device="cpu", num_threads=max(_TEAMS))):
         import torch
 
-        from kernels.cpu.library import find_open_mp
+        from quire_kernels.cpu.library import find_open_mp
         from worker_svc.parallel.ranks import Ranks
         from worker_svc.startup import bind_threads
     runtime = ctypes.CDLL(str(find_open_mp()))

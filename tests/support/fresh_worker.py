@@ -18,9 +18,9 @@ import torch
 
 import worker_svc.app
 import worker_svc.startup
-from kernels import ops
-from kernels.recording import record
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.recording import record
 from worker_svc.models.registry import load_model
 from worker_svc.parallel.ranks import Ranks
 

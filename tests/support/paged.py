@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops
-from kernels.packed_weight import Coding, Quantization
-from kernels.states import StatePages
+from quire_kernels import ops
+from quire_kernels.packed_weight import Coding, Quantization
+from quire_kernels.states import StatePages
 from worker_svc.device.arena import arena_shape, caches_of, pages_of
 from worker_svc.device.kv_pool import block_bytes
 from worker_svc.layers.attention import AttentionMetadata

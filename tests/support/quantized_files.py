@@ -14,7 +14,7 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
-from kernels.packed_weight import CodedWeight, Coding
+from quire_kernels.packed_weight import CodedWeight, Coding
 from tests.support.coded_weights import dequantized, make_scaled
 from tests.support.models import edit_config, edit_tensors
 

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Self
 
 ROOT = Path(__file__).resolve().parents[2]
-_LIBRARY = Path("kernels", "cpu", "libquire_cpu.so")
+_CPU = "quire_kernels/cpu"
+_OLDER_CPU = "kernels/cpu"
+"""The folder in releases before 0.2.0."""
+_LIBRARY = "libquire_cpu.so"
 
 
 class NoHistoryError(Exception):
@@ -91,15 +94,17 @@ def _make_python(directory: Path) -> str:
 def _make_library(commit: str, directory: Path) -> None:
     """Copies today's library if its sources are the same, and builds it if not. If today's was not built, for want of
     a compiler, the release has none either, and its operations run in torch."""
-    if not (ROOT / _LIBRARY).exists():
+    if not (ROOT / _CPU / _LIBRARY).exists():
         return
-    is_same = not subprocess.run(["git", "diff", "--quiet", commit, "--", "kernels/cpu"], cwd=ROOT).returncode
-    if is_same:
-        shutil.copy(ROOT / _LIBRARY, directory / _LIBRARY)
+    folder = _CPU if (directory / _CPU).is_dir() else _OLDER_CPU
+    library = directory / folder / _LIBRARY
+    sources = (f"{commit}:{folder}", f"HEAD:{_CPU}")
+    if not subprocess.run(["git", "diff", "--quiet", *sources], cwd=ROOT).returncode:
+        shutil.copy(ROOT / _CPU / _LIBRARY, library)
         return
     build = directory / "build"
     configure = ["cmake", "-S", directory, "-B", build, "-DCMAKE_BUILD_TYPE=Release"]
     subprocess.run([*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, stdout=subprocess.DEVNULL)
     make = ["cmake", "--build", build, "--target", "quire_cpu", "--parallel", str(os.cpu_count() or 1)]
     subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    shutil.copy(build / _LIBRARY, directory / _LIBRARY)
+    shutil.copy(build / folder / _LIBRARY, library)

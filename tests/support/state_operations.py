@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels import ops
-from kernels.states import StatePages, StateShape, StateUnits, read_state
+from quire_kernels import ops
+from quire_kernels.states import StatePages, StateShape, StateUnits, read_state
 
 Tensors = Mapping[str, torch.Tensor]
 

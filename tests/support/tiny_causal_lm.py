@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import ops
+from quire_kernels import ops
 from worker_svc.models.base import CausalLM, ModelInput
 from worker_svc.weights import Placement
 

@@ -29,7 +29,7 @@ class KernelDevice(Protocol):
     """Types whose matrix products are right on this device."""
 
     def run(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
-        """Calls a function of a module of `kernels.cuda` with copies; raises its errors here."""
+        """Calls a function of a module of `quire_kernels.cuda` with copies; raises its errors here."""
         ...
 
 

@@ -1,8 +1,8 @@
 """The pool of a model whose layers keep states: one tensor, whose blocks hold either tokens or a part of a state.
 
 A block of tokens has the keys and values of each layer of attention, one layer after the other. A block of a state has
-units of equal bytes, as `kernels.states` describes. Both are bytes of the same tensor, `[1, num_blocks, 1, 1, width]`
-of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
+units of equal bytes, as `quire_kernels.states` describes. Both are bytes of the same tensor, `[1, num_blocks, 1, 1,
+width]` of the pool's dtype, so blocks are copied, swapped, moved and kept in files as the blocks of other models are.
 
 If no layer attends, blocks of tokens hold nothing: they only name the tokens, as the scheduler counts them. A block is
 a small part of a state then. So 16 tokens take a 512th of the state of a sequence.

@@ -11,7 +11,7 @@ They are swap out, swap in and copy-on-write, in this order. Swaps have a stream
 import numpy as np
 import torch
 
-from kernels import ops
+from quire_kernels import ops
 from worker_svc.device.kv_pool import KvPool
 from worker_svc.step import AdmittedStep, Int32Array
 from worker_svc.streams import Mark, Stream

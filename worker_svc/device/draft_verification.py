@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels import ops
+from quire_kernels import ops
 from worker_svc.device.draft_choice import Guesses, PayingDrafts
 from worker_svc.device.draft_model import DraftModel
 from worker_svc.device.flat_batch import count_up, sample_places

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.states import StatePages
+from quire_kernels.states import StatePages
 from worker_svc.device.kv_pool import LayerCaches
 from worker_svc.device.rows import Rows
 from worker_svc.layers.attention import AttentionMetadata

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.host_memory import collapse, lazy_zeros, populate, release
-from kernels.int8 import line_bytes
-from kernels.states import StatePages
 from quire.model_files.progress import shown_bytes
 from quire.runtime import clock
 from quire.runtime.processors import available_memory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.host_memory import collapse, lazy_zeros, populate, release
+from quire_kernels.int8 import line_bytes
+from quire_kernels.states import StatePages
 from worker_svc.device.arena import arena_block_bytes, arena_shape, caches_of, pages_of
 from worker_svc.device.layer_cut import LayerCut, place_layers, width
 from worker_svc.device.pool_file import PoolFile

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
 from quire.model_files.progress import shown_bytes
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.host_memory import HUGE_PAGE, collapse, map_file, populate
 from worker_svc.device.file_lock import open_alone
 from worker_svc.device.seals import SealInventory
 from worker_svc.step import HASH_BYTES

@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.recording import NotRecordableError, record
-from kernels.states import StatePages
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.recording import NotRecordableError, record
+from quire_kernels.states import StatePages
 from worker_svc.device.flat_batch import reached_checkpoints
 from worker_svc.device.kv_pool import KvPool, LayerCaches, zeros
 from worker_svc.device.rows import Rows

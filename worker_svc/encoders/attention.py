@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from kernels.backends import text_kernels_for
+from quire_kernels.backends import text_kernels_for
 
 _QUERIES = 128
 """Queries that are computed at once if there is a window."""

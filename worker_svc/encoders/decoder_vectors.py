@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from kernels import ops
-from kernels.states import StateShape, StateUnits
 from quire.model_files.embedding_files import EmbeddingFiles, Pooling, RankingFiles
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.states import StateShape, StateUnits
 from worker_svc.encoders.pooling import ACTIVATION_FUNCTIONS, TextVectors
 from worker_svc.layers.products import Product, make_product
 from worker_svc.layers.state_layer import StateLayout, StateSize

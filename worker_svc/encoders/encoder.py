@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from kernels import ops
 from quire.model_files.architectures import ENCODERS, RANKERS
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
 from worker_svc.encoders.attention import attend
 from worker_svc.encoders.families import EncoderConfig
 from worker_svc.layers.activations import ActivationKind

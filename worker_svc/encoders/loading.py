@@ -4,14 +4,14 @@ import logging
 
 import torch
 
-from kernels import ops
-from kernels.packed_weight import Quantization
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields, hidden_size_of
 from quire.model_files.model_directory import ModelDirectory
 from quire.model_files.progress import READING, WARMING_UP, LoadProgress, Report, no_report
 from quire.runtime import clock
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
+from quire_kernels import ops
+from quire_kernels.packed_weight import Quantization
 from worker_svc.device.device_loop import DeviceLoop
 from worker_svc.encoders.encoder import Encoder, PackedTexts
 from worker_svc.encoders.pooling import PairScores, TextVectors

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from quire.model_files.architectures import RANKERS
-from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling, RankingFiles
+from quire.model_files.embedding_files import Dense, EmbeddingFiles, Normalize, Pooling, RankingFiles, Truncate
 from quire.runtime.settings import ConfigurationError
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import LayerNorm
@@ -97,6 +97,8 @@ class TextVectors(nn.Module):
                     x = ACTIVATION_FUNCTIONS[module.activation](product(x))
                 case Normalize():
                     x = functional.normalize(x, dim=1)
+                case Truncate(size):
+                    x = x[:, :size]
         return x
 
 
@@ -167,6 +169,12 @@ def _dense_weights(module: Dense) -> tuple[torch.Tensor, torch.Tensor | None]:
         spec = TensorSpec(module.tensor, (module.out_features, module.in_features))
         return Checkpoint.open(module.folder, base_prefix="").read(spec).float().clone(), None
     file = module.folder / "model.safetensors"
+    pickled = module.folder / "pytorch_model.bin"
+    if pickled.is_file() and not file.is_file():
+        raise ConfigurationError(
+            f"{pickled} is a pickle, which is never loaded; convert the model with sentence-transformers: "
+            "SentenceTransformer(DIRECTORY).save_pretrained(NEW_DIRECTORY)"
+        )
     try:
         tensors = load_file(file)
     except (OSError, SafetensorError) as error:

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import torch
 
-from kernels.recording import NotRecordableError, Recording, record
+from quire_kernels.recording import NotRecordableError, Recording, record
 from worker_svc.encoders.encoder import Encoder, PackedTexts
 
 _logger = logging.getLogger(__name__)

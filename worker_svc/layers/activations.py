@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from kernels import ops
-from kernels.packed_weight import GATES
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.packed_weight import GATES
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.low_rank import PackedTable, TokenAddends
-from kernels.low_rank import MaskedTable
+from quire_kernels.cpu.low_rank import PackedTable, TokenAddends
+from quire_kernels.low_rank import MaskedTable
 from worker_svc.layers.activations import Activation
 from worker_svc.layers.products import CodedProduct, OwnProduct, Product
 

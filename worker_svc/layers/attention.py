@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kernels import ops
+from quire_kernels import ops
 from worker_svc.layers.embedding_norm import Numbers
 
 

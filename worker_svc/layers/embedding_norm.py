@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kernels import ops
-from kernels.packed_weight import CodedWeight
+from quire_kernels import ops
+from quire_kernels.packed_weight import CodedWeight
 from worker_svc.layers.linear import HeadOrder
 from worker_svc.layers.products import Product, make_coded_product, make_product, with_float32_outputs
 from worker_svc.parallel.ranks import Ranks, Shard

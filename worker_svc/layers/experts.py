@@ -14,9 +14,9 @@ from statistics import NormalDist
 import torch
 from torch import nn
 
-from kernels import ops
-from kernels.cpu.experts import PackedExperts
-from kernels.experts import ChoiceRule
+from quire_kernels import ops
+from quire_kernels.cpu.experts import PackedExperts
+from quire_kernels.experts import ChoiceRule
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.embedding_norm import NoNorm, Numbers, RmsNorm
 from worker_svc.layers.linear import Linear, LinearPart, Split

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kernels import ops
-from kernels.packed_weight import PackedWeight
+from quire_kernels import ops
+from quire_kernels.packed_weight import PackedWeight
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import RmsNorm
 from worker_svc.layers.linear import HeadOrder, Linear, LinearPart, Split

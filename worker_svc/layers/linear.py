@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from kernels import ops
-from kernels.cpu.low_rank import PackedTable
-from kernels.experts import Factor
-from kernels.low_rank import LowRank, LowRankTable, MaskedTable
-from kernels.packed_weight import CodedWeight, Coding, Quantization
+from quire_kernels import ops
+from quire_kernels.cpu.low_rank import PackedTable
+from quire_kernels.experts import Factor
+from quire_kernels.low_rank import LowRank, LowRankTable, MaskedTable
+from quire_kernels.packed_weight import CodedWeight, Coding, Quantization
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.adapted_products import AdaptedProduct, MaskedAdapted, PackedAdapted, TokenSlots
 from worker_svc.layers.products import (

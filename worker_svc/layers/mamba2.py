@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels import ops
-from kernels.states import StatePages, StateShape, StateUnits
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import Numbers
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import GateNorm, StateLayer, Taps

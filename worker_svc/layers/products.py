@@ -19,11 +19,11 @@ from functools import partial
 
 import torch
 
-from kernels import ops
-from kernels.cpu.low_rank import TokenAddends
-from kernels.int8 import quantize
-from kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.cpu.low_rank import TokenAddends
+from quire_kernels.int8 import quantize
+from quire_kernels.packed_weight import CodedWeight, PackedWeight, Quantization
 from worker_svc.layers.activations import Activation, ActivationKind, FusedActivation
 from worker_svc.weights import Placement
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kernels import ops
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
 from worker_svc.layers.activations import ActivationKind
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import RmsNorm

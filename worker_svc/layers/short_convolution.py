@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels import ops
-from kernels.states import StatePages, StateShape, StateUnits
+from quire_kernels import ops
+from quire_kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.linear import Linear, LinearPart, Split
 from worker_svc.layers.state_layer import StateLayer, Taps
 from worker_svc.parallel.ranks import Ranks, Segment, part_of_rank

@@ -8,8 +8,8 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
-from kernels import ops
-from kernels.states import StatePages, StateShape, StateUnits
+from quire_kernels import ops
+from quire_kernels.states import StatePages, StateShape, StateUnits
 from worker_svc.layers.embedding_norm import rms_factor
 from worker_svc.parallel.ranks import ALONE, Ranks, Segment
 from worker_svc.weights import Loadable, Placement, TensorReader, TensorSpec

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from kernels.states import StatePages
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.states import StatePages
 from worker_svc.layers.adapted_products import TokenSlots
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.layers.embedding_norm import Embedding, TiedHead

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from kernels import ops
-from kernels.states import StateUnits
+from quire_kernels import ops
+from quire_kernels.states import StateUnits
 from worker_svc.layers.altup import AltUpConfig, AltUpLayer, AltUpStreams
 from worker_svc.layers.attention import AttentionMetadata, PagedAttention
 from worker_svc.layers.embedding_norm import (

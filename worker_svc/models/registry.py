@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from kernels import ops
-from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.packed_weight import CodedWeight, Coding, Quantization
 from worker_svc.layers.embedding_norm import TiedHead
 from worker_svc.layers.products import check_quantization
 from worker_svc.models.base import CausalLM, NativeCausalLM

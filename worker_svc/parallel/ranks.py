@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from kernels import exchange
-from kernels.exchange import SharedGroup
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import exchange
+from quire_kernels.exchange import SharedGroup
 from worker_svc.step import SupersededError
 
 
@@ -176,7 +176,7 @@ class SharedMemoryRanks(DistributedRanks):
     recorded, and each takes microseconds instead of a message by Gloo.
 
     Args:
-        memory: as described in `kernels.exchange`, for `size` ranks.
+        memory: as described in `quire_kernels.exchange`, for `size` ranks.
     """
 
     is_recordable = True

@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from kernels import exchange
-from kernels.exchange import MAX_RANKS
 from quire.rpc.address import TcpAddress, is_local, parse_address
 from quire.rpc.process import LOST_PEER_EXIT_STATUS, leave_process
 from quire.runtime import clock, entropy
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import exchange
+from quire_kernels.exchange import MAX_RANKS
 from worker_svc.parallel.ranks import ALONE, DistributedRanks, Ranks, SharedMemoryRanks
 from worker_svc.settings import WorkerSettings
 

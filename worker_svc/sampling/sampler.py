@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels import ops
-from kernels.draw_rules import DrawRules
+from quire_kernels import ops
+from quire_kernels.draw_rules import DrawRules
 from worker_svc.sampling.sampling_table import SamplingColumns
 from worker_svc.sampling.truncation import CHUNK, exponential, lowest_kept, padded_width
 from worker_svc.streams import to_device

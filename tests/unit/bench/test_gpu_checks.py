@@ -12,9 +12,9 @@ from bench.attention_problems import Heads, expected_attention, make_problem
 from bench.gpu_checks import LIMITS, Check, check_groups, compare
 from bench.gpu_model import config_of, make_model, step_bytes
 from bench.gpu_steps import NUM_STEPS, DecodeRun
-from kernels import reference
-from kernels.backends import GpuOperations
-from kernels.reference import ScoreRule
+from quire_kernels import reference
+from quire_kernels.backends import GpuOperations
+from quire_kernels.reference import ScoreRule
 from tests.support.graph_recorder import CallingRecorder
 
 OPERATIONS = [name for name in dir(GpuOperations) if not name.startswith("_")]

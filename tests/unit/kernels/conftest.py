@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels import ops
-from kernels.backends import Implementation
+from quire_kernels import ops
+from quire_kernels.backends import Implementation
 from tests.support.cpu_kernels import IMPLEMENTATION_PARAMS, make_implementation
 
 
@@ -14,7 +14,7 @@ def _seeded() -> None:
 
 @pytest.fixture(params=IMPLEMENTATION_PARAMS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Implementation:
-    """Each implementation that this machine has for the CPU, in turn; `kernels.ops` uses it."""
+    """Each implementation that this machine has for the CPU, in turn; `quire_kernels.ops` uses it."""
     chosen = make_implementation(request.param)
 
     def choose(device: torch.device) -> Implementation:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kernels import host_memory, ops, reference
+from quire_kernels import host_memory, ops, reference
 from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 from tests.support.pairwise import pairwise
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.host_memory import SharedPages
+from quire_kernels.host_memory import SharedPages
 
 
 def test_tensors_lie_side_by_side_and_apart() -> None:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import ops
-from kernels.int8 import dequantized, line_bytes, quantize, quantized_lines
+from quire_kernels import ops
+from quire_kernels.int8 import dequantized, line_bytes, quantize, quantized_lines
 from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 BLOCK_SIZE = 5

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import int8, ops, reference
-from kernels.reference import ScoreRule
+from quire_kernels import int8, ops, reference
+from quire_kernels.reference import ScoreRule
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

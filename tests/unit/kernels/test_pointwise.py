@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import ops
+from quire_kernels import ops
 from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 
 pytestmark = pytest.mark.usefixtures("implementation")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import ops, reference
+from quire_kernels import ops, reference
 from tests.unit.kernels.test_paged_attention import assert_matches_naive, make_batch
 
 

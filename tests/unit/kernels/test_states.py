@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels import ops
-from kernels.states import StatePages, StateShape, StateUnits, read_state, write_state
+from quire_kernels import ops
+from quire_kernels.states import StatePages, StateShape, StateUnits, read_state, write_state
 from tests.support.cpu_kernels import IMPLEMENTATIONS, parametrize_pairwise
 from tests.support.state_operations import Case, Memory, Part, conv_case, recurrence_case, scan_case
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli")
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "quire_kernels", "simulator", "quire_cli")
 MAX_METHODS, MAX_LINES = 35, 500
 
 

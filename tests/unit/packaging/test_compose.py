@@ -147,8 +147,8 @@ def test_only_sources_of_kernels_compile_them_again_and_only_workers_have_them()
     dockerfile = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     stages = {each.split("\n", 1)[0].split()[-1]: each for each in dockerfile.split("\nFROM ")[1:]}
     copied = re.findall(r"^COPY (.+) \S+$", stages["kernels"], re.MULTILINE)
-    folders = {each.parent.name for each in (ROOT / "kernels" / "cpu").glob("*/*.cpp")}
-    assert set(copied) == {"kernels/cpu/CMakeLists.txt", *(f"kernels/cpu/{folder}" for folder in folders)}
+    folders = {each.parent.name for each in (ROOT / "quire_kernels" / "cpu").glob("*/*.cpp")}
+    assert set(copied) == {"quire_kernels/cpu/CMakeLists.txt", *(f"quire_kernels/cpu/{folder}" for folder in folders)}
     with_kernels = {name for name, stage in stages.items() if "COPY --from=kernels" in stage}
     assert with_kernels == {"worker-cpu", "worker-cuda"}
     # A compiler in this stage would build them for every image.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "kernels", "simulator", "quire_cli")
+PACKAGES = ("quire", "gateway", "scheduler_svc", "worker_svc", "quire_kernels", "simulator", "quire_cli")
 
 # Imports the modules in turn and prints, for each, all modules that are imported by then.
 IMPORT_IN_TURN = """
@@ -45,9 +45,15 @@ PROCESSES: Sequence[Mapping[str, tuple[str, ...]]] = [
     {
         "quire.testing.plugin": ("grpc", "numpy", "yaml"),
         # It starts within a second.
-        "quire_cli.scripted_server": ("kernels", "worker_svc", "llguidance", "opentelemetry.trace", "grpc_channelz"),
+        "quire_cli.scripted_server": (
+            "quire_kernels",
+            "worker_svc",
+            "llguidance",
+            "opentelemetry.trace",
+            "grpc_channelz",
+        ),
     },
-    {"kernels": ("numpy",), "quire.model_files.model_source": ("grpc", "tokenizers")},
+    {"quire_kernels": ("numpy",), "quire.model_files.model_source": ("grpc", "tokenizers")},
 ]
 
 

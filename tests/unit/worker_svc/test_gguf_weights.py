@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.constraints.matcher import Vocabulary
 from quire.model_files.gguf_header import GgufHeader
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
 from quire.service.compatibility import ModelFingerprint
+from quire_kernels.packed_weight import CodedWeight, Coding, Quantization
 from tests.support.coded_weights import make_coded
 from tests.support.gguf_files import write_gguf
 from tests.support.models import (

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from kernels.packed_weight import Quantization
 from quire.model_files.adapter_files import UnusableAdapterError, read_adapter
+from quire_kernels.packed_weight import Quantization
 from tests.support.adapters import ATTENTION, make_adapter, merge_adapter
 from tests.support.cpu_kernels import torch_threads, without_packed_products
 from tests.support.models import VOCAB_SIZE, make_model

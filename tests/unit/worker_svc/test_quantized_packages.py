@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.packed_weight import Coding
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import Coding
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.package_files import (
     as_bytes,

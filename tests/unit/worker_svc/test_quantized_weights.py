@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.packed_weight import CodedWeight, Coding, Quantization
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import CodedWeight, Coding, Quantization
 from tests.support.models import Family, edit_config, edit_tensors, make_model
 from tests.support.paged import PagedRunner, Span, codings_in_use, codings_of
 from tests.support.parity import assert_serves_like

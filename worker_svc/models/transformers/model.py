@@ -307,6 +307,8 @@ def load_pretrained(
             config=config,
             dtype=placement.dtype,
             attn_implementation="eager",
+            # Code of the Hugging Face Hub, which transformers 5.25 loads by default.
+            use_kernels=False,
             # Reported below, with the tensor's name, which transformers' error lacks.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

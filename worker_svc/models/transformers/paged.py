@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kernels import ops
-from kernels.checks import dtype_written_to
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.checks import dtype_written_to
 from worker_svc.layers.attention import AttentionMetadata
 from worker_svc.models.base import ModelInput
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.backends import Implementation
-from kernels.int8 import quantized_lines
-from kernels.reference import ScoreRule
+from quire_kernels.backends import Implementation
+from quire_kernels.int8 import quantized_lines
+from quire_kernels.reference import ScoreRule
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 from tests.unit.kernels.test_paged_attention import TOLERANCE, Batch, alone_rows, exact_attention, make_batch
 

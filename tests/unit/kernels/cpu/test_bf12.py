@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.bindings import CpuKernels
-from kernels.packed_weight import PackedWeight, Quantization
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.packed_weight import PackedWeight, Quantization
 from tests.support.cpu_kernels import ISA_PARAMS, ISAS, torch_threads
 from tests.unit.kernels.cpu.test_product import make_kernels
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.int8 import quantize
-from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
-from kernels.reference import silu_and_mul
+from quire_kernels.int8 import quantize
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
+from quire_kernels.reference import silu_and_mul
 from tests.support.coded_weights import FLOATS, FP4, SCALED, dequantized, make_coded, make_fp4, make_scaled
 from tests.support.cpu_kernels import ISAS, torch_threads
 from tests.unit.kernels.cpu.test_product import make_kernels

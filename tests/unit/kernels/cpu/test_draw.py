@@ -5,9 +5,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library, available_isas
-from kernels.draw_rules import DrawRules
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library, available_isas
+from quire_kernels.draw_rules import DrawRules
 
 NUM_ROWS = 60
 

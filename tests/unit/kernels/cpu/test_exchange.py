@@ -7,11 +7,11 @@ from typing import TypeVar
 import pytest
 import torch
 
-from kernels import exchange
-from kernels.backends import recording_with
-from kernels.cpu.library import SLOT_BYTES
-from kernels.exchange import SharedGroup, shared_bytes
-from kernels.recording import Recorder
+from quire_kernels import exchange
+from quire_kernels.backends import recording_with
+from quire_kernels.cpu.library import SLOT_BYTES
+from quire_kernels.exchange import SharedGroup, shared_bytes
+from quire_kernels.recording import Recorder
 from tests.support.cpu_kernels import (
     IMPLEMENTATION_PARAMS,
     ISAS,

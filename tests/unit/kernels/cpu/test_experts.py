@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ops
-from kernels.backends import recording_with
-from kernels.cpu.bindings import CpuKernels
-from kernels.experts import ChoiceRule, Factor
-from kernels.packed_weight import Coding, PackedWeight, Quantization
-from kernels.recording import Recorder
+from quire_kernels import ops
+from quire_kernels.backends import recording_with
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.experts import ChoiceRule, Factor
+from quire_kernels.packed_weight import Coding, PackedWeight, Quantization
+from quire_kernels.recording import Recorder
 from tests.support.coded_weights import make_coded, make_fp4
 from tests.support.cpu_kernels import library_of, torch_threads
 from tests.unit.kernels.cpu.test_product import make_kernels

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import backends, ops, reference
-from kernels.cpu import library
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import LIBRARY, STRUCTS, Library, LibraryUnavailableError, available_isas, find_open_mp
+from quire_kernels import backends, ops, reference
+from quire_kernels.cpu import library
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import LIBRARY, STRUCTS, Library, LibraryUnavailableError, available_isas, find_open_mp
 
 
 def test_the_library_was_built_and_runs_here() -> None:

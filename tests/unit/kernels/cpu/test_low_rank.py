@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import ops
-from kernels.cpu.low_rank import PackedTable, TokenAddends
-from kernels.low_rank import LowRank, MaskedTable
-from kernels.packed_weight import Coding, Quantization
+from quire_kernels import ops
+from quire_kernels.cpu.low_rank import PackedTable, TokenAddends
+from quire_kernels.low_rank import LowRank, MaskedTable
+from quire_kernels.packed_weight import Coding, Quantization
 from tests.support.coded_weights import make_coded
 from tests.support.cpu_kernels import torch_threads
 from tests.unit.kernels.cpu.test_product import exact, make_kernels, make_weight

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.bindings import CpuKernels
-from kernels.packed_weight import Coding, PackedWeight, Quantization
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.packed_weight import Coding, PackedWeight, Quantization
 from tests.support.coded_weights import make_coded
 from tests.support.cpu_kernels import ISAS, torch_threads
 from tests.support.emulated_amx import EMULATED_AMX, Counts, counts_of_this_thread

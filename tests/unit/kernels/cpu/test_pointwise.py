@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.bindings import CpuKernels
 from tests.support.cpu_kernels import ISAS, make_implementation, torch_threads
 from tests.unit.kernels.test_pointwise import naive_layer_norm, naive_rms_norm, naive_silu_and_mul
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
-from kernels import ops, reference
-from kernels.backends import PlainProducts
-from kernels.cpu.bindings import CpuKernels
-from kernels.int8 import quantize
-from kernels.packed_weight import ACTIVATIONS, GATES, Quantization
+from quire_kernels import ops, reference
+from quire_kernels.backends import PlainProducts
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.int8 import quantize
+from quire_kernels.packed_weight import ACTIVATIONS, GATES, Quantization
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 
 

@@ -8,14 +8,14 @@ from ctypes import CFUNCTYPE, Array, c_int, c_uint, c_void_p, cast
 import pytest
 import torch
 
-from kernels import ops
-from kernels.backends import recording_with
-from kernels.cpu import library as cpu_library
-from kernels.cpu.bindings import CpuKernels
-from kernels.cpu.library import Library
-from kernels.packed_weight import Quantization
-from kernels.recording import NotRecordableError, Recorder, Recording
-from kernels.recording import record as make_recording
+from quire_kernels import ops
+from quire_kernels.backends import recording_with
+from quire_kernels.cpu import library as cpu_library
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.library import Library
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.recording import NotRecordableError, Recorder, Recording
+from quire_kernels.recording import record as make_recording
 from tests.support.cpu_kernels import ISA_PARAMS, ISAS, library_of, parametrize_pairwise, torch_threads
 
 MOST_TOKENS, MOST_ROWS, BLOCK = 40, 8, 4

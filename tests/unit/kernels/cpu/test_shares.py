@@ -28,7 +28,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     if compiler is None:
         pytest.skip("no compiler")
     root, path = Path(__file__).parents[4], tmp_path_factory.mktemp("shares") / "shares.so"
-    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{root}/kernels/cpu", "-o", str(path)]
+    command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{root}/quire_kernels/cpu", "-o", str(path)]
     subprocess.run([*command, f"{root}/tests/emulation/shares.cpp"], check=True)
     library = ctypes.CDLL(str(path))
     library.make_shares.restype, library.make_shares.argtypes = c_void_p, (c_int64, c_int64, c_int64)

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels import ops
-from kernels.backends import recording_with
-from kernels.cpu.bindings import CpuKernels
-from kernels.recording import Recorder
-from kernels.states import StatePages, StateShape, StateUnits
+from quire_kernels import ops
+from quire_kernels.backends import recording_with
+from quire_kernels.cpu.bindings import CpuKernels
+from quire_kernels.recording import Recorder
+from quire_kernels.states import StatePages, StateShape, StateUnits
 from tests.support.cpu_kernels import library_of, torch_threads
 from tests.support.state_operations import Case, Memory, Part, conv_case, recurrence_case, scan_case
 

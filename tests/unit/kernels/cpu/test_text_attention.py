@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cpu.bindings import CpuKernels
+from quire_kernels.cpu.bindings import CpuKernels
 from tests.support.cpu_kernels import ISAS, make_implementation, parametrize_pairwise, torch_threads
 from tests.unit.kernels.test_paged_attention import TOLERANCE
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import triton
 
-from kernels import backends, cuda, ops, reference
+from quire_kernels import backends, cuda, ops, reference
 
 
 def test_cuda_tensors_get_the_triton_kernels() -> None:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from kernels import ops
-from kernels.cuda import coded
-from kernels.packed_weight import Coding, Quantization
-from kernels.reference import activated
 from quire.model_files.adapter_files import read_adapter
+from quire_kernels import ops
+from quire_kernels.cuda import coded
+from quire_kernels.packed_weight import Coding, Quantization
+from quire_kernels.reference import activated
 from tests.support.adapters import make_adapter
 from tests.support.coded_weights import SCALED, dequantized, make_coded, make_scaled
 from tests.support.gguf_files import write_gguf

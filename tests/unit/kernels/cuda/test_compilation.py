@@ -13,12 +13,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.cuda import attention, blocks, coded, fp8
-from kernels.cuda.attention import paged_attention
-from kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
-from kernels.cuda.pointwise import layer_norm, rms_norm, silu_and_mul
-from kernels.packed_weight import Coding, Quantization
-from kernels.reference import ScoreRule
+from quire_kernels.cuda import attention, blocks, coded, fp8
+from quire_kernels.cuda.attention import paged_attention
+from quire_kernels.cuda.blocks import reshape_and_cache, rotary_and_cache
+from quire_kernels.cuda.pointwise import layer_norm, rms_norm, silu_and_mul
+from quire_kernels.packed_weight import Coding, Quantization
+from quire_kernels.reference import ScoreRule
 from tests.support.coded_weights import make_coded
 from tests.support.tiers import is_third_tier
 from tests.unit.kernels.test_paged_attention import make_batch

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import backends, ops, reference
-from kernels.cuda import coded, fp8
-from kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
+from quire_kernels import backends, ops, reference
+from quire_kernels.cuda import coded, fp8
+from quire_kernels.packed_weight import CodedWeight, Coding, GroupScales, Quantization
 from tests.support.coded_weights import dequantized, make_scaled
 from tests.support.triton_devices import KernelDevice
 

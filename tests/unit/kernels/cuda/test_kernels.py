@@ -10,11 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda.attention import DecodeTiling, PrefillTiling, decode_attention, paged_attention, prefill_attention
-from kernels.cuda.blocks import WORDS, copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
-from kernels.cuda.pointwise import TILE, layer_norm, rms_norm, rotary, silu_and_mul
-from kernels.cuda.tiles import PagedBatch
-from kernels.reference import ScoreRule
+from quire_kernels.cuda.attention import (
+    DecodeTiling,
+    PrefillTiling,
+    decode_attention,
+    paged_attention,
+    prefill_attention,
+)
+from quire_kernels.cuda.blocks import WORDS, copy_blocks, reshape_and_cache, rotary_and_cache, swap_blocks
+from quire_kernels.cuda.pointwise import TILE, layer_norm, rms_norm, rotary, silu_and_mul
+from quire_kernels.cuda.tiles import PagedBatch
+from quire_kernels.reference import ScoreRule
 from tests.support.pairwise import pairwise
 from tests.support.triton_devices import KernelDevice
 from tests.unit.kernels.test_paged_attention import (

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.cuda.attention import DecodeTiling, split_length
+from quire_kernels.cuda.attention import DecodeTiling, split_length
 
 TILING = DecodeTiling(tile=64, programs_per_sm=2, shortest_split=256, longest_split=2048)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from kernels import ops
+from quire_kernels import ops
 from tests.support.fake_streams import FakeDevice
 from tests.support.steps import int32, make_assign, make_changes, make_operations, make_step
 from worker_svc.device import block_moves

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.host_memory import release
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.host_memory import release
 from tests.support.steps import int32
 from worker_svc.device import file_lock, pool_file
 from worker_svc.device.pool_file import FileLayout, KvNamespace, PoolFile

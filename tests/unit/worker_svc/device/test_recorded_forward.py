@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.int8 import line_bytes
-from kernels.packed_weight import Quantization
-from kernels.recording import NotRecordableError
 from quire.model_files.adapter_files import read_adapter
+from quire_kernels.int8 import line_bytes
+from quire_kernels.packed_weight import Quantization
+from quire_kernels.recording import NotRecordableError
 from tests.support.adapters import make_adapter
 from tests.support.cpu_kernels import ISAS, torch_threads, without_packed_products
 from tests.support.models import NATIVE, VOCAB_SIZE, make_model

@@ -13,8 +13,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from triton.runtime.jit import JITFunction
 
-from kernels import backends, cuda, ops
 from quire.runtime.settings import ConfigurationError, load_settings
+from quire_kernels import backends, cuda, ops
 from tests.support.fake_cuda import FREE_BYTES, STEP_BYTES, TOTAL_BYTES, FakeCuda
 from tests.support.sampling import make_sampling
 from tests.support.steps import int32, make_assign, make_batch, make_changes, make_operations, make_step

@@ -13,10 +13,10 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 
 from gateway.offload import FairExecutor
 from gateway.text.tokenizer import Tokenizer
-from kernels.packed_weight import Quantization
 from quire.model_files.embedding_files import EmbeddingFiles, RankingFiles, encoder_fields
 from quire.model_files.model_directory import ModelDirectory
 from quire.runtime.settings import ConfigurationError
+from quire_kernels.packed_weight import Quantization
 from tests.support.embedding_models import FAMILIES, RANKERS, Modules, make_embedding_model, make_ranking_model
 from tests.support.tiers import parametrize_in_turn
 from worker_svc.encoders.encoder import PackedTexts
@@ -78,7 +78,7 @@ def scores_of(path: Path) -> torch.Tensor:
     assert files is not None
 
     async def encode() -> list[list[int]]:
-        return [await tokenizer.encode_pair(*pair) for pair in PAIRS]
+        return [await tokenizer.encode_pair(files.prompt + query, document) for query, document in PAIRS]
 
     packed = PackedTexts.of([torch.tensor(ids) for ids in asyncio.run(encode())], files.separator)
     head = PairScores(files, directory.architecture, encoder_fields(directory))
@@ -149,6 +149,15 @@ def test_a_decoder_of_gemma_is_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"use_bidirectional_attention": False}))
     with pytest.raises(ConfigurationError, match="use_bidirectional_attention is False; expected true, the only"):
         vectors_of(tmp_path, torch.float32)
+
+
+def test_vectors_are_cut_to_the_size_of_the_settings(tmp_path: Path) -> None:
+    modules = (*MEAN, ("Normalize", None))
+    check(make_embedding_model(tmp_path / "cut", modules=modules, settings={"truncate_dim": 16}))
+    check(make_embedding_model(tmp_path / "whole", modules=modules, settings={"truncate_dim": 300}))
+    files = EmbeddingFiles.of(ModelDirectory.open(tmp_path / "cut"))
+    assert files is not None
+    assert files.size(48) == 16
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -252,6 +261,63 @@ def test_scores_are_those_of_a_cross_encoder(family: str, activation: str | None
     truth = CrossEncoder(str(tmp_path), device="cpu").predict(PAIRS, convert_to_tensor=True)
     torch.testing.assert_close(scores, truth, rtol=1e-4, atol=1e-5)
     assert scores.argsort().tolist() == truth.argsort().tolist()
+
+
+@pytest.mark.parametrize("family", RANKERS)
+def test_cross_encoders_as_sentence_transformers_saves_them_are_read(family: str, tmp_path: Path) -> None:
+    make_ranking_model(tmp_path / "model", family)
+    prompts = {"prompts": {"task": "a big "}, "default_prompt_name": "task"}
+    model = CrossEncoder(str(tmp_path / "model"), device="cpu", max_length=30, **prompts)
+    model.save_pretrained(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "modules.json").is_file()
+    truth = CrossEncoder(str(tmp_path / "saved"), device="cpu").predict(PAIRS, convert_to_tensor=True)
+    torch.testing.assert_close(scores_of(tmp_path / "saved"), truth, rtol=1e-4, atol=1e-5)
+    files = RankingFiles.of(ModelDirectory.open(tmp_path / "saved"))
+    assert files is not None
+    assert (files.max_tokens, files.prompt) == (30, "a big ")
+
+
+def test_a_cross_encoder_of_several_labels_is_refused(tmp_path: Path) -> None:
+    make_ranking_model(tmp_path / "model")
+    model = CrossEncoder(
+        str(tmp_path / "model"), device="cpu", num_labels=3, model_kwargs={"ignore_mismatched_sizes": True}
+    )
+    model.save_pretrained(str(tmp_path / "saved"))
+    with pytest.raises(ConfigurationError, match=r"classifies or ranks texts and generates none .* with one label"):
+        ModelDirectory.open(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("has_configuration", [False, True])
+def test_directories_that_begin_with_another_module_are_refused_by_its_name(
+    has_configuration: bool, tmp_path: Path
+) -> None:
+    """A Router, or embeddings of words, has no config.json of a model."""
+    make_embedding_model(tmp_path)
+    (tmp_path / "config.json").unlink()
+    if has_configuration:
+        (tmp_path / "config.json").write_text('{"frozen": true}')
+    package = "sentence_transformers.sentence_transformer.modules"
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": f"{package}.StaticEmbedding"}]))
+    with pytest.raises(ConfigurationError, match="begins with a module of the type StaticEmbedding, which is not supp"):
+        ModelDirectory.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["SparseEncoder", "MultiVectorEncoder", "CrossEncoder"])
+def test_models_of_another_class_of_the_package_are_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    directory = ModelDirectory.open(make_embedding_model(tmp_path, settings={"model_type": kind}))
+    with pytest.raises(ConfigurationError, match=f"model_type is '{kind}', and modules as in modules.json are supp"):
+        EmbeddingFiles.of(directory)
+
+
+def test_pickled_weights_of_a_module_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    modules = (*MEAN, ("Dense", DENSE | {"in_features": 48}))
+    make_embedding_model(tmp_path, modules=modules)
+    weights = tmp_path / "2_Dense" / "model.safetensors"
+    weights.rename(weights.with_name("pytorch_model.bin"))
+    with pytest.raises(
+        ConfigurationError, match=r"is a pickle, which is never loaded; convert .* SentenceTransformer\("
+    ):
+        vectors_of(tmp_path, torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from kernels.packed_weight import Quantization
+from quire_kernels.packed_weight import Quantization
 from tests.support.cpu_kernels import ISAS
 from worker_svc.layers.experts import Experts, ExpertsConfig
 from worker_svc.parallel.ranks import Ranks

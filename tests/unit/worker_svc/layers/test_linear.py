@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kernels import ops
-from kernels.low_rank import LowRank
-from kernels.packed_weight import Quantization
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import ops
+from quire_kernels.low_rank import LowRank
+from quire_kernels.packed_weight import Quantization
 from tests.support.models import make_model
 from worker_svc.layers import products
 from worker_svc.layers.activations import ACTIVATIONS, ActivationKind

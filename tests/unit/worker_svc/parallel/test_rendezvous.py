@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from kernels import exchange
 from quire.rpc.address import TcpAddress
+from quire_kernels import exchange
 from worker_svc.parallel import rendezvous
 from worker_svc.parallel.rendezvous import Lifelines, Patience, share_memory
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from kernels import ops
+from quire_kernels import ops
 from tests.support.sampling import make_columns, make_sampling
 from worker_svc.sampling.logit_rules import History, apply_logit_rules
 from worker_svc.sampling.logprobs import gather_candidates

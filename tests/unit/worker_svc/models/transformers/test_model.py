@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from quire.runtime.settings import ConfigurationError
 from tests.support.models import FEW_EXPERTS, Family, edit_config, edit_tensors, make_model
@@ -111,6 +112,20 @@ def test_code_in_the_directory_is_never_run(directory: Path, tmp_path_factory: p
     edit_config(directory, architectures=["PhiForCausalLM"], model_type="phi")
     load(directory)
     assert not witness.exists()
+
+
+def test_kernels_of_the_hub_are_never_loaded(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_by_transformers = vars(PreTrainedModel)["from_pretrained"].__func__
+    asked: list[bool] = []
+
+    def from_pretrained(cls: Any, *args: Any, use_kernels: bool = True, **kwargs: Any) -> Any:
+        """As transformers 5.25, which loads them by default."""
+        asked.append(use_kernels)
+        return load_by_transformers(cls, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(from_pretrained))
+    load(directory, "transformers")
+    assert asked == [False]
 
 
 @pytest.mark.parametrize(

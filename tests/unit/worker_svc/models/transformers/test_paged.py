@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import int8
 from quire.runtime.settings import ConfigurationError
+from quire_kernels import int8
 from tests.support.models import make_model
 from tests.support.paged import PagedRunner, Span
 from worker_svc.models.registry import load_model
